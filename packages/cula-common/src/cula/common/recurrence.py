@@ -1,0 +1,201 @@
+"""The recurrences in plain PyTorch, one token at a time: the truth that everything is held to.
+
+Row vectors per token t and value head; the state S is K x V (K-first); gates are natural
+logarithms of the decay, at most 0:
+
+* Lightning (Qin et al., "Lightning Attention-2", 2024):
+  ``S <- e^g S + k_t v_t^T``, ``o_t = scale * S^T q_t``
+* KDA (Kimi Team, "Kimi Linear", 2025): ``S <- diag(e^{g_t}) S``, then
+  ``S <- S + beta_t k_t (v_t - S^T k_t)^T``, ``o_t = scale * S^T q_t``
+
+Everything is differentiable and runs on any device, in float32 unless ``dtype=torch.float64`` asks
+for the oracle. Inputs may have any floating dtype; they are converted, never rounded.
+"""
+
+import torch
+
+from cula.common.checks import require
+
+
+def kda_log_decay(
+    g: torch.Tensor,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    lower_bound: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Turn raw gates into KDA's log decay, with ``x = g + dt_bias``.
+
+    =========== =========== ========================================
+    lower_bound A_log       log decay
+    =========== =========== ========================================
+    None        given       ``-e^{A_log} softplus(x)``, unbounded
+    given       given       ``lower_bound * sigmoid(e^{A_log} x)``
+    given       None        ``lower_bound * sigmoid(x)``
+    =========== =========== ========================================
+
+    Args:
+        g: raw gates [..., HV, K].
+        A_log: [HV].
+        dt_bias: [HV, K] or [HV * K].
+        lower_bound: the smallest log decay, below 0.
+        dtype: the dtype to compute in and return.
+
+    Returns:
+        The natural logarithm of the decay, [..., HV, K].
+
+    Raises:
+        ValueError: neither ``A_log`` nor ``lower_bound`` is given.
+    """
+    require(
+        A_log is not None or lower_bound is not None,
+        "A_log",
+        None,
+        "must be given unless lower_bound is",
+    )
+    x = g.to(dtype)
+    if dt_bias is not None:
+        x = x + dt_bias.to(dtype).reshape(g.shape[-2:])
+    rate = None if A_log is None else A_log.to(dtype).exp().unsqueeze(-1)
+    if lower_bound is None:
+        # log(e^x + e^0) is softplus without the cut-off to a line that F.softplus makes.
+        return -rate * torch.logaddexp(x, torch.zeros_like(x))
+    return lower_bound * torch.sigmoid(x if rate is None else rate * x)
+
+
+def kda_steps(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor | None,
+    scale: float,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run Kimi Delta Attention over T tokens.
+
+    A leading batch dimension B on every argument is allowed (sequences of one length).
+
+    Args:
+        q: queries [T, H, K], normalised already if they are to be.
+        k: keys [T, H, K], likewise.
+        v: values [T, HV, V]; HV is a multiple of H, and value head i reads key head i // (HV / H).
+        g: log decay [T, HV, K], natural logarithm, at most 0.
+        beta: step sizes [T, HV], or one per channel [T, HV, V]; final (after any sigmoid).
+        state: K-first initial state [HV, K, V], or None for zero.
+        scale: the factor on the output.
+        dtype: the dtype to compute in and return.
+
+    Returns:
+        o [T, HV, V] and the final state [HV, K, V], both new tensors of ``dtype``.
+    """
+    lead, T, HV = v.shape[:-3], v.shape[-3], v.shape[-2]
+    q, k = _per_value_head(q.to(dtype), HV), _per_value_head(k.to(dtype), HV)
+    v, decay, beta = v.to(dtype), g.to(dtype).exp().unsqueeze(-1), beta.to(dtype)
+    if beta.dim() == v.dim() - 1:
+        beta = beta.unsqueeze(-1)
+    S = _start(state, (*lead, HV, q.shape[-1], v.shape[-1]), v)
+    outputs = []
+    for t in range(T):
+        q_t, k_t, v_t = _row(q, t), _row(k, t), _row(v, t)
+        S = S * decay.select(-4, t)
+        S = S + k_t.mT * (beta.select(-3, t).unsqueeze(-2) * (v_t - k_t @ S))
+        outputs.append(scale * (q_t @ S))
+    return _join(outputs, v), S
+
+
+def lightning_steps(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g_gamma: torch.Tensor,
+    state: torch.Tensor | None,
+    scale: float,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run Lightning Attention over T tokens.
+
+    A leading batch dimension B on q, k, v and state is allowed (sequences of one length).
+
+    Args:
+        q: queries [T, H, K].
+        k: keys [T, H, K].
+        v: values [T, H, V].
+        g_gamma: log decay per head [H], natural logarithm, at most 0.
+        state: K-first initial state [H, K, V], or None for zero.
+        scale: the factor on the output.
+        dtype: the dtype to compute in and return.
+
+    Returns:
+        o [T, H, V] and the final state [H, K, V], both new tensors of ``dtype``.
+    """
+    lead, T, HV = v.shape[:-3], v.shape[-3], v.shape[-2]
+    q, k = _per_value_head(q.to(dtype), HV), _per_value_head(k.to(dtype), HV)
+    v, decay = v.to(dtype), g_gamma.to(dtype).exp()[:, None, None]
+    S = _start(state, (*lead, HV, q.shape[-1], v.shape[-1]), v)
+    outputs = []
+    for t in range(T):
+        S = S * decay + _row(k, t).mT * _row(v, t)
+        outputs.append(scale * (_row(q, t) @ S))
+    return _join(outputs, v), S
+
+
+def l2_normalise(
+    x: torch.Tensor, eps: float = 1e-6, *, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Divide by the L2 norm over the last dimension, ``eps`` added to the sum of squares."""
+    x = x.to(dtype)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def lightning_log_decay(
+    heads: int, layer_idx: int, num_layers: int, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Return Lightning Attention's log decay per head for one layer of a model.
+
+    ``g_h = -(8 / H) (1 - layer_idx / num_layers) h`` for h = 0 .. H - 1: head 0 keeps everything,
+    later heads and earlier layers forget faster.
+
+    Args:
+        heads: the number of heads H.
+        layer_idx: the layer, from 0 to ``num_layers - 1``.
+        num_layers: the number of layers.
+        device: where to put the result.
+
+    Returns:
+        float32 [H], natural logarithm.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+    require(heads > 0, "heads", heads, "must be positive")
+    require(num_layers > 0, "num_layers", num_layers, "must be positive")
+    require(0 <= layer_idx < num_layers, "layer_idx", layer_idx, f"must be in [0, {num_layers})")
+    slope = 8.0 / heads * (1.0 - layer_idx / num_layers)
+    return torch.arange(heads, dtype=torch.float32, device=device) * -slope
+
+
+def _per_value_head(x: torch.Tensor, HV: int) -> torch.Tensor:
+    H = x.shape[-2]
+    return x if H == HV else x.repeat_interleave(HV // H, dim=-2)
+
+
+def _row(x: torch.Tensor, t: int) -> torch.Tensor:
+    return x.select(-3, t).unsqueeze(-2)
+
+
+def _start(state: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    if state is None:
+        return like.new_zeros(shape)
+    # A copy even where dtype fits: with no tokens the result must not alias the caller's state.
+    return state.to(dtype=like.dtype, copy=True).expand(shape)
+
+
+def _join(outputs: list[torch.Tensor], v: torch.Tensor) -> torch.Tensor:
+    if not outputs:
+        return torch.zeros_like(v)
+    return torch.cat(outputs, dim=-2).movedim(-2, -3)

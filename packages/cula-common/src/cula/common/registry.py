@@ -1,0 +1,68 @@
+"""Custom operators: torch.compile sees an operator, an eager call pays next to nothing for it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+_library = torch.library.Library("cula", "FRAGMENT")
+
+# What an eager call may hold to go straight to the implementation. Anything else (fake tensors,
+# tensor subclasses, symbolic sizes, tracing proxies) goes through PyTorch's dispatcher.
+_PLAIN = frozenset(
+    (torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype)
+)
+
+
+def register_op(
+    name: str,
+    impl: Callable[..., None],
+    *,
+    mutates: Sequence[str],
+    schema: str | None = None,
+) -> Callable[..., None]:
+    """Register ``impl`` as the operator ``cula::<name>`` and return the way to call it.
+
+    The operator writes into its mutated arguments and returns nothing; so its fake
+    implementation has nothing to do. It takes no part in autograd.
+
+    The returned function takes positional arguments. In an eager call on plain tensors it calls
+    ``impl`` at once: the dispatcher would cost more than a decode kernel. (PyTorch then does not
+    count the write in the tensors' version counters.) Under torch.compile, fake tensors, a
+    dispatch mode or a function transform it calls ``torch.ops.cula.<name>``.
+
+    Args:
+        name: the operator's name.
+        impl: takes tensors, optional tensors, ints, floats, bools and strings; annotated with
+            their types unless ``schema`` is given.
+        mutates: the names of the arguments that ``impl`` writes into.
+        schema: the operator's schema, ``"(Tensor q, Tensor(a!) out) -> ()"``, instead of the one
+            read from the annotations.
+    """
+    if schema is None:
+        schema = torch.library.infer_schema(impl, mutates_args=tuple(mutates))
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cula::{name}", _write_nothing, lib=_library)
+    op = getattr(torch.ops.cula, name).default
+
+    modes, transforms = (
+        torch._C._len_torch_dispatch_stack,
+        torch._C._are_functorch_transforms_active,
+    )
+    plain = _PLAIN.issuperset
+
+    def call(*args: Any) -> None:
+        if is_dynamo_compiling() or modes() or transforms() or not plain(map(type, args)):
+            op(*args)
+        else:
+            impl(*args)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = impl.__doc__
+    return call
+
+
+def _write_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
