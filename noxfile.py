@@ -74,7 +74,7 @@ def prepare(session: nox.Session, *packages: str, tools: tuple[str, ...] = ()) -
         return
     site = third_party(session)
     own = next(Path(session.virtualenv.location).glob("lib/python3*/site-packages"))
-    # addsitedir, not a bare path: the compiler's wheel puts itself on the path by a .pth of its own.
+    # addsitedir, not a bare path: the compiler's wheel has a .pth of its own, to be read too.
     (own / "third_party.pth").write_text(f"import site; site.addsitedir({str(site)!r})\n")
     editable = [arg for package in packages for arg in ("-e", f"packages/cula-{package}")]
     session.install("-q", "-c", CONSTRAINTS, *editable, *tools)

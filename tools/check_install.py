@@ -2,8 +2,8 @@
 
     python tools/check_install.py dist --constraints constraints.txt
 
-Every environment starts empty, so the wheels' own metadata must bring all that they need. The folder
-has to hold one wheel of each package.
+Every environment starts empty, so the wheels' own metadata must bring all that they need. The
+folder has to hold one wheel of each package.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python tools/check_wheel.py dist/cula_kda-0.2.0-py3-none-any.whl --version 0.2.0
 
-One stray ``cula/__init__.py`` in one wheel would hide the other three packages from Python, and only
-in some kinds of installation; so it is looked for here.
+One stray ``cula/__init__.py`` in one wheel would hide the other three packages from Python, and
+only in some kinds of installation; so it is looked for here.
 """
 
 import argparse
