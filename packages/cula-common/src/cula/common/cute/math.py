@@ -1,0 +1,74 @@
+"""Float32 device mathematics with stated errors.
+
+Built on the approximate special functions (ex2, lg2, rcp, rsqrt: about 2^-22 relative), with polynomials where an
+approximation's error would add up: a decay factor multiplies a state thousands of times, so its error near 1 matters.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cutlass_dsl import select_
+
+LOG2E = 1.4426950408889634
+
+
+def select(condition, x, y) -> Float32:
+    """`x` where the condition holds, else `y`, without a branch."""
+    return Float32(select_(condition, Float32(x), Float32(y)))
+
+
+def horner(x, coefficients) -> Float32:
+    """Polynomial in x, highest coefficient first."""
+    total = Float32(coefficients[0])
+    for c in coefficients[1:]:
+        total = total * x + Float32(c)
+    return total
+
+
+def exp(x) -> Float32:
+    """e^x to about 2^-21 relative."""
+    return cute.arch.exp2(x * Float32(LOG2E))
+
+
+def decay(g) -> Float32:
+    """e^g for a log decay g <= 0, rounded once for slow decays.
+
+    A slow decay is applied to the same state for about 1/|g| steps, so an error of ex2.approx's size would grow to
+    parts in 10^4. For g > -1/2 the Taylor sum of e^g - 1 is below 1e-8 off and only the final addition rounds.
+    """
+    series = horner(g, [1 / 40320, 1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0]) * g
+    return select(g > Float32(-0.5), series + Float32(1.0), exp(g))
+
+
+def reciprocal(x) -> Float32:
+    """1/x to about 2^-22 relative."""
+    return cute.arch.rcp_approx(x)
+
+
+def sigmoid(x) -> Float32:
+    """1 / (1 + e^-x); exactly 0 where e^-x overflows."""
+    return reciprocal(Float32(1.0) + exp(-x))
+
+
+def softplus(x) -> Float32:
+    """log(1 + e^x) = max(x, 0) + log1p(e^-|x|), relative error about 2^-21 everywhere.
+
+    log1p(e) for 0 <= e <= 1 is 2 artanh(z), z = e / (2 + e) <= 1/3: a short odd series, where log2 of 1 + e would lose
+    the digits of a small e.
+    """
+    magnitude = cute.arch.fmax(x, -x)
+    e = exp(-magnitude)
+    z = e * reciprocal(e + Float32(2.0))
+    z2 = z * z
+    series = horner(z2, [2 / 15, 2 / 13, 2 / 11, 2 / 9, 2 / 7, 2 / 5, 2 / 3, 2.0]) * z
+    return cute.arch.fmax(x, Float32(0.0)) + series
+
+
+def rsqrt(x) -> Float32:
+    """1 / sqrt(x) to about 2^-22 relative."""
+    return cute.math.rsqrt(x, fastmath=True)
+
+
+def group_sum(x, lanes: cutlass.Constexpr[int]) -> Float32:
+    """Sum over groups of `lanes` neighbouring lanes; every lane of a group gets the same bits."""
+    return cute.arch.warp_reduction_sum(x, threads_in_group=lanes)

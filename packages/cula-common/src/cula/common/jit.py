@@ -1,0 +1,216 @@
+"""Compiled kernels: made once for a compile key, in the process and on disk.
+
+    function = compiled(config, "sm_90a")     # a tvm-ffi function that launches on torch's current stream
+    function(q, k, v, ..., scale)
+
+`config` is a frozen dataclass whose fields are the compile key: batch, length and scale are arguments, never fields. Its
+module does not import cutlass; `config.kernel()` does, and returns the kernel: an object with `fake_args()` (stand-ins
+for the run-time arguments, the stream last) and a `@cute.jit __call__`.
+
+A disk entry is one shared object with a signed trailer (`DiskCache`). A process that finds its kernels there imports
+neither cutlass nor a compiler: loading takes milliseconds. Anything unexpected about an entry means: compile again.
+"""
+
+import ctypes
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import subprocess
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT = "cula_kernel"
+MAGIC = b"cula-kernel-1"
+
+_functions: dict[tuple[object, str], Callable] = {}
+_lock = threading.Lock()  # CuTe DSL compiles in one thread at a time
+
+
+def compiled(config, arch: str) -> Callable:
+    """The launch function of `config` for `arch` ("sm_90a"): from this process, from disk, or compiled now."""
+    function = _functions.get((config, arch))
+    if function is None:
+        with _lock:
+            function = _functions.get((config, arch))
+            if function is None:
+                function = _functions[config, arch] = _load_or_build(config, arch)
+    return function
+
+
+def key_text(config, arch: str) -> str:
+    """Everything that a compiled kernel depends on: its fields, the sources, the compiler and the architecture."""
+    kind = type(config)
+    package = ".".join(kind.__module__.split(".")[:2])
+    return json.dumps(
+        {
+            "config": f"{kind.__module__}.{config!r}",
+            "arch": arch,
+            "sources": _source_digest("cula.common") + _source_digest(package),
+            "dsl": _version("nvidia-cutlass-dsl"),
+            "tvm_ffi": _version("apache-tvm-ffi"),
+        }
+    )
+
+
+def compile_kernel(config, arch: str, options: str = ""):
+    """Traces and compiles; returns CuTe DSL's own compiled object, with what `options` asks it to keep."""
+    import cutlass.cute as cute
+
+    kernel = config.kernel()
+    return cute.compile(
+        kernel, *kernel.fake_args(), options=f"--gpu-arch {arch} --enable-tvm-ffi {options}"
+    )
+
+
+def _load_or_build(config, arch: str) -> Callable:
+    key = key_text(config, arch)
+    disk = DiskCache()
+    function = disk.load(key)
+    if function is None:
+        logger.info("compiling %r for %s", config, arch)
+        program = compile_kernel(config, arch)
+        function = disk.load(key) if disk.save(key, program) else None
+        # a cache that cannot be written, or no linker to make an entry with: use what was compiled
+        function = function or program
+    return function
+
+
+class DiskCache:
+    """One file an entry, `<name>-<digest of the key>.so`: a shared object, then a trailer that vouches for it.
+
+    The trailer is the entry's description as JSON, its length and MAGIC; the loader of shared objects ignores it. An
+    entry appears whole or not at all (written beside, then renamed), so processes may race; one that is damaged,
+    misnamed or made by something else is rebuilt over.
+    """
+
+    def __init__(self, folder: Path | None = None):
+        self.folder = folder or cache_folder()
+
+    def path(self, key: str) -> Path:
+        name = json.loads(key)["config"].split("(")[0].split(".")[-1]
+        return self.folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
+
+    def entries(self) -> Iterator[tuple[Path, dict | None]]:
+        """Every entry's file and description (None: not a sound entry)."""
+        for path in sorted(self.folder.glob("*.so")):
+            yield path, self.describe(path)
+
+    def describe(self, path: Path) -> dict | None:
+        """The description of an entry whose bytes are what was written, else None."""
+        try:
+            data = path.read_bytes()
+            if not data.endswith(MAGIC):
+                return None
+            end = len(data) - len(MAGIC) - 4
+            start = end - int.from_bytes(data[end : end + 4], "little")
+            about = json.loads(data[start:end])
+            return about if about["sha256"] == hashlib.sha256(data[:start]).hexdigest() else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def load(self, key: str) -> Callable | None:
+        path = self.path(key)
+        about = self.describe(path)
+        if about is None or about.get("key") != key:
+            return None
+        runtime = _dsl_root() / about["runtime"]
+        if not runtime.exists():
+            return None
+        try:
+            return _open_library(path, runtime)
+        except (OSError, RuntimeError, AttributeError) as error:
+            logger.warning("%s cannot be loaded (%s); compiling again", path, error)
+            return None
+
+    def save(self, key: str, program) -> bool:
+        """Writes an entry; False where that is not possible."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.folder, prefix=".building-") as work:
+                library = Path(work) / "kernel.so"
+                program.export_to_c(f"{work}/kernel.o", function_name=ENTRY_POINT)
+                if not _link(f"{work}/kernel.o", library):
+                    return False
+                data = library.read_bytes()
+                about = {"key": key, "runtime": _runtime_in_use(), "sha256": hashlib.sha256(data).hexdigest()}
+                trailer = json.dumps(about).encode()
+                library.write_bytes(data + trailer + len(trailer).to_bytes(4, "little") + MAGIC)
+                os.replace(library, self.path(key))
+            return True
+        except OSError as error:
+            logger.warning("kernel cache %s cannot be written: %s", self.folder, error)
+            return False
+
+
+def cache_folder() -> Path:
+    """CULA_CACHE_DIR, or `cula` in the user's cache folder."""
+    chosen = os.environ.get("CULA_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cula"
+
+
+def _open_library(path: Path, runtime: Path) -> Callable:
+    import tvm_ffi
+
+    _open_runtime(runtime)
+    return tvm_ffi.load_module(str(path), keep_module_alive=True)[ENTRY_POINT]
+
+
+@cache
+def _open_runtime(path: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+def _runtime_in_use() -> str:
+    """The DSL's runtime library that this process compiled against, relative to the DSL's folder."""
+    import cutlass.cute as cute
+
+    libraries = cute.runtime.find_runtime_libraries(enable_tvm_ffi=False)
+    return str(Path(libraries[0]).relative_to(_dsl_root()))
+
+
+@cache
+def _dsl_root() -> Path:
+    """The folder nvidia_cutlass_dsl, found without importing cutlass."""
+    spec = importlib.util.find_spec("cutlass")
+    if spec is None or spec.origin is None:
+        raise ImportError("cutlass is not installed; pip install nvidia-cutlass-dsl")
+    return next(p for p in Path(spec.origin).parents if p.name == "nvidia_cutlass_dsl")
+
+
+def _link(obj: str, library: Path) -> bool:
+    """Makes a shared object with whichever linker there is; its missing symbols come from the DSL's runtime."""
+    for tool in ("ld", "ld.lld", "cc", "gcc", "clang"):
+        if shutil.which(tool):
+            done = subprocess.run([tool, "-shared", "-o", str(library), obj], capture_output=True)
+            if done.returncode == 0:
+                return True
+    logger.warning("no linker (ld, ld.lld, cc) found: kernels cannot be cached on disk")
+    return False
+
+
+@cache
+def _version(distribution: str) -> str:
+    return importlib.metadata.version(distribution)
+
+
+@cache
+def _source_digest(package: str) -> str:
+    """Digest of a package's Python sources."""
+    spec = importlib.util.find_spec(package)
+    digest = hashlib.sha256()
+    for folder in sorted(spec.submodule_search_locations):
+        for path in sorted(Path(folder).rglob("*.py")):
+            digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,363 @@
+"""One to a few tokens a step: what the kernels of both families share.
+
+Tile:     one block holds `StateTile.rows` value channels of one head of one sequence, in registers, for all its tokens.
+Roles:    every thread stages tokens (thread = channel), then works on its part of the state (tile.py).
+Shared:   `stage` tokens of q, k, decay (K floats each), v (`rows` floats) and a few sums: at most 9 KB.
+Bytes:    the state once in and once out (131,072 a head at D = 128 in float32); everything else is below 2%.
+Floor:    those bytes at the memory's copy rate.
+
+A family adds how it stages a token (`fetch_gate`, `publish`) and the recurrence itself (`step`).
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cula.common.cute import math, vector
+from cula.decode.kernels.config import STAGE
+from cula.decode.kernels.tile import StateTile
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cutlass_dsl import select_
+
+DTYPES = {
+    "bf16": cutlass.BFloat16,
+    "fp16": cutlass.Float16,
+    "fp32": cutlass.Float32,
+    "int32": cutlass.Int32,
+    "int64": cutlass.Int64,
+}
+
+
+class DecodeKernel:
+    """Host launch and device skeleton; `config` (config.py) is everything known when compiling."""
+
+    channel_decay: bool  # whether the decay is staged per channel
+
+    def __init__(self, config):
+        self.config = config
+        self.stage = 1 if config.single else STAGE
+        self.tile = StateTile(
+            K=config.K,
+            V=config.V,
+            warps=config.warps,
+            v_per_thread=config.v_per_thread,
+            v_first=config.v_first,
+            itemsize=DTYPES[config.state].width // 8,
+        )
+
+    # ------------------------------------------------------------------ host
+    def fake(self, dtype: str | None, rank: int, align: int | None = None, inner: tuple[int, ...] = ()):
+        """A stand-in for a run-time tensor: `inner` trailing extents are static and compact, all else is dynamic."""
+        if dtype is None:
+            return None
+        shape = tuple(cute.sym_int() for _ in range(rank - len(inner))) + inner
+        multiple = 1 if align is None else align * 8 // DTYPES[dtype].width
+        stride, compact = (), 1
+        for extent in reversed(inner):
+            stride, compact = (compact, *stride), compact * extent
+        outer = tuple(cute.sym_int64(divisibility=multiple) for _ in range(rank - len(inner)))
+        return make_fake_tensor(DTYPES[dtype], shape, outer + stride, assumed_align=align)
+
+    def fake_args(self) -> tuple:
+        c = self.config
+        matrix = (c.V, c.K) if c.v_first else (c.K, c.V)
+        state = lambda present: self.fake(c.state if present else None, 4, 16, matrix)
+        return (
+            self.fake(c.io, 4, inner=(c.K,)),
+            self.fake(c.io, 4, inner=(c.K,)),
+            self.fake(c.io, 4, inner=(c.V,)),
+            *self.fake_gates(),
+            state(c.reads),
+            state(c.writes == "separate"),
+            self.fake(c.state_indices, 2 if c.slot_per_token else 1),
+            self.fake(c.num_accepted_tokens, 1),
+            self.fake(c.cu_seqlens, 1),
+            state(c.token_states),
+            self.fake(c.out, 4, inner=(c.V,)),
+            Float32(1.0),
+            Float32(0.0),
+            Int32(1),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (B, T, H, K)
+        mK: cute.Tensor,  # (B, T, H, K)
+        mV: cute.Tensor,  # (B, T, HV, V)
+        mG: cute.Tensor | None,  # KDA: (B, T, HV, K); Lightning: (HV)
+        mBeta: cute.Tensor | None,  # (B, T, HV)
+        mA: cute.Tensor | None,  # (HV)
+        mBias: cute.Tensor | None,  # (HV, K)
+        mS: cute.Tensor | None,  # (slots, HV, V, K) or (slots, HV, K, V)
+        mSout: cute.Tensor | None,  # like mS
+        mIndex: cute.Tensor | None,  # (N) or (N, tokens)
+        mAccepted: cute.Tensor | None,  # (N)
+        mCu: cute.Tensor | None,  # (N + 1)
+        mTS: cute.Tensor | None,  # (tokens, HV, V, K), like mS
+        mO: cute.Tensor,  # (B, T, HV, V)
+        scale: Float32,
+        lower_bound: Float32,
+        sequences: Int32,
+        stream: cuda.CUstream,
+    ):
+        tile = self.tile
+        self.kernel(
+            mQ, mK, mV, mG, mBeta, mA, mBias, mS, mSout, mIndex, mAccepted, mCu, mTS, mO, scale, lower_bound
+        ).launch(
+            grid=[sequences * mV.shape[2] * tile.blocks_per_head, 1, 1],
+            block=[tile.threads, 1, 1],
+            stream=stream,
+            use_pdl=self.config.pdl,
+        )
+
+    # ------------------------------------------------------------------ device
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mG: cute.Tensor,
+        mBeta: cute.Tensor | None,
+        mA: cute.Tensor | None,
+        mBias: cute.Tensor | None,
+        mS: cute.Tensor | None,
+        mSout: cute.Tensor | None,
+        mIndex: cute.Tensor | None,
+        mAccepted: cute.Tensor | None,
+        mCu: cute.Tensor | None,
+        mTS: cute.Tensor | None,
+        mO: cute.Tensor,
+        scale: Float32,
+        lower_bound: Float32,
+    ):
+        tile = self.tile
+        thread = cute.arch.thread_idx()[0]
+        block = cute.arch.block_idx()[0]
+        v0 = (block % tile.blocks_per_head) * tile.rows
+        unit = block // tile.blocks_per_head
+        HV = mV.shape[2]
+        n, hv = unit // HV, unit % HV
+        h = hv // (HV // mQ.shape[2])
+        if cutlass.const_expr(self.config.pdl):
+            # the next kernel may come up while this one works; nothing is read before the one before it has ended
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
+
+        # the sequence's tokens: row b of the batch, positions t0 .. t0 + count - 1
+        b, t0, count = n, Int32(0), mV.shape[1]
+        if cutlass.const_expr(self.config.single):
+            count = 1
+        if cutlass.const_expr(mCu is not None):
+            b = Int32(0)
+            t0 = clamp(mCu[n], Int32(0), mV.shape[1])
+            count = clamp(mCu[n + 1], t0, mV.shape[1]) - t0
+
+        source = Int64(n)  # the slot that the step starts from; negative: none
+        if cutlass.const_expr(mIndex is not None):
+            source = self.first_slot(mIndex, mAccepted, n, slots_of(mS, mSout))
+
+        smem = cutlass.memory.SmemAllocator()
+        shared = Shared(self, smem)
+        inputs = TokenInputs(self, mQ[b, None, h, None], mK[b, None, h, None], mV[b, None, hv, None], t0, v0, thread)
+        gate = self.gate(mG, mBeta, mA, mBias, b, hv, lower_bound)
+        gO = mO[b, None, hv, None]
+        rS = tile.registers()
+
+        if source >= 0:
+            if count > 0:
+                # the token's loads are on their way before the state's, which wait for the slot
+                tokens = inputs.fetch(gate, Int32(0), count)
+                if cutlass.const_expr(self.config.reads):
+                    tile.load(matrix(mS, source, hv), mS.element_type, thread, v0, rS, vector.STREAM_LOAD)
+                else:
+                    rS.fill(0.0)
+                if cutlass.const_expr(self.config.single):
+                    inputs.publish(gate, shared, tokens, Int32(0), count)
+                    cute.arch.sync_threads()
+                    o = self.step(rS, shared, 0, gate, scale, thread)
+                    store_row(self, gO, t0, v0, thread, o)
+                    if cutlass.const_expr(self.config.token_states):
+                        self.save(matrix(mTS, n, hv), thread, v0, rS)
+                else:
+                    inputs.publish(gate, shared, tokens, Int32(0), count)
+                    for first in cutlass.range(0, count, self.stage, unroll=1):
+                        cute.arch.sync_threads()
+                        last = cutlass.min(first + self.stage, count)
+                        for t in cutlass.range(first, last, unroll=1):
+                            o = self.step(rS, shared, t - first, gate, scale, thread)
+                            store_row(self, gO, t0 + t, v0, thread, o)
+                            if cutlass.const_expr(self.config.token_states):
+                                row = Int64(b) * mV.shape[1] + t0 + t
+                                self.save(matrix(mTS, row, hv), thread, v0, rS)
+                            if cutlass.const_expr(self.config.slot_per_token and self.config.writes != "none"):
+                                target = named_slot(mIndex[n, t], slots_of(mS, mSout))
+                                if target >= 0:
+                                    self.save(matrix(mS, target, hv), thread, v0, rS)
+                        if last < count:
+                            cute.arch.sync_threads()  # everyone has read this stage
+                            inputs.publish(gate, shared, inputs.fetch(gate, last, count), last, count)
+                if cutlass.const_expr(self.config.writes == "in_place" and not self.config.slot_per_token):
+                    self.save(matrix(mS, source, hv), thread, v0, rS)
+                if cutlass.const_expr(self.config.writes == "separate"):
+                    self.save(matrix(mSout, source, hv), thread, v0, rS)
+            elif cutlass.const_expr(self.config.writes == "separate"):
+                # no tokens: the state passes through
+                if cutlass.const_expr(self.config.reads):
+                    tile.load(matrix(mS, source, hv), mS.element_type, thread, v0, rS, vector.STREAM_LOAD)
+                else:
+                    rS.fill(0.0)
+                self.save(matrix(mSout, source, hv), thread, v0, rS)
+        else:
+            for i in cutlass.range(thread, count * tile.rows, tile.threads, unroll=1):
+                gO[t0 + i // tile.rows, v0 + i % tile.rows] = mO.element_type(0.0)
+
+    def first_slot(self, mIndex, mAccepted, n, slots):
+        """The slot that sequence n starts from, or -1."""
+        if cutlass.const_expr(not self.config.slot_per_token):
+            return named_slot(mIndex[n], slots)
+        if cutlass.const_expr(mAccepted is None):
+            return named_slot(mIndex[n, 0], slots)
+        column = Int64(mAccepted[n]) - 1
+        columns = Int64(mIndex.shape[1])
+        inside = (column >= 0) & (column < columns)
+        found = named_slot(mIndex[n, Int32(select(inside, column, Int64(0)))], slots)
+        return select(inside, found, Int64(-1))
+
+    def save(self, pointer, thread, v0, rS):
+        self.tile.store(pointer, DTYPES[self.config.state], thread, v0, rS, vector.STREAM_STORE)
+
+
+class Shared:
+    """The staged tokens: pointers to Float32 rows, and per token and 32 channels the sums (k.k, q.q, k.q, beta)."""
+
+    def __init__(self, kernel, smem):
+        self.kernel = kernel
+        rows = lambda width: smem.allocate_tensor(
+            Float32, cute.make_layout((kernel.stage, width), stride=(width, 1)), 16
+        )
+        self.q, self.k, self.v = rows(kernel.config.K), rows(kernel.config.K), rows(kernel.tile.rows)
+        self.decay = rows(kernel.config.K) if kernel.channel_decay else None
+        self.sums = rows(kernel.config.K // 32 * 4)
+
+    def totals(self, token):
+        """(k.k, q.q, k.q, beta) of a staged token."""
+        parts = [
+            vector.load_shared(row(self.sums, token) + 4 * w, 4) for w in range(self.kernel.config.K // 32)
+        ]
+        sums = [sum(column[1:], column[0]) for column in zip(*parts, strict=True)]
+        return (*sums[:3], parts[0][3])
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """A head's q, k and v, and how threads share the channels of a stage of tokens."""
+
+    kernel: DecodeKernel
+    gQ: cute.Tensor
+    gK: cute.Tensor
+    gV: cute.Tensor
+    t0: Int32
+    v0: Int32
+    thread: Int32
+
+    def places(self, width):
+        """(token in stage, channel, whether this thread has a place there) for each pass over a stage x width table."""
+        size, threads = self.kernel.stage * width, self.kernel.tile.threads
+        for start in range(0, size, threads):
+            i = self.thread + start
+            yield i // width % self.kernel.stage, i % width, (i < size if start + threads > size else None)
+
+    def fetch(self, gate, first, count):
+        """Raw values of the tokens from `first` on; past the sequence's end the last token is read again, not used."""
+        at = lambda token: self.t0 + cutlass.min(first + token, count - 1)
+        channels = [
+            (self.gQ[at(token), c], self.gK[at(token), c], gate.fetch(at(token), c))
+            for token, c, _ in self.places(self.kernel.config.K)
+        ]
+        values = [self.gV[at(token), self.v0 + c] for token, c, _ in self.places(self.kernel.tile.rows)]
+        return channels, values
+
+    def publish(self, gate, shared, tokens, first, count):
+        """Computes what a token's threads need of each other and puts it into shared memory."""
+        channels, values = tokens
+        for (token, c, placed), (q, k, raw) in zip(self.places(self.kernel.config.K), channels, strict=True):
+            live = alive(self.kernel, placed, first + token, count)
+            q, k = Float32(q), Float32(k)
+            store_if(live, shared.q, token, c, q)
+            store_if(live, shared.k, token, c, k)
+            beta = gate.publish(shared, live, token, c, raw)
+            for i, x in enumerate((k * k, q * q, k * q)):
+                x = math.group_sum(x, 32)
+                store_if(both(live, c % 32 == 0), shared.sums, token, c // 32 * 4 + i, x)
+            store_if(both(live, c % 32 == 0), shared.sums, token, c // 32 * 4 + 3, beta)
+        for (token, c, placed), v in zip(self.places(self.kernel.tile.rows), values, strict=True):
+            live = alive(self.kernel, placed, first + token, count)
+            store_if(live, shared.v, token, c, Float32(v))
+
+
+def alive(kernel, placed, token, count):
+    """Whether a staged place counts; None: always, known when compiling."""
+    return placed if kernel.config.single else both(placed, token < count)
+
+
+def both(a, b):
+    return b if a is None else a & b
+
+
+def store_if(condition, tensor, token, column, value):
+    if condition is None:
+        tensor[token, column] = value
+    else:
+        store_where(condition, tensor, token, column, value)
+
+
+@cute.jit
+def store_where(condition: cutlass.Boolean, tensor: cute.Tensor, token: Int32, column: Int32, value: Float32):
+    if condition:
+        tensor[token, column] = value
+
+
+@cute.jit
+def store_row(kernel: cutlass.Constexpr, gO: cute.Tensor, t: Int32, v0: Int32, thread: Int32, o: list):
+    """Writes a token's outputs: after the sums over K all eight lanes of a group know them; lane j writes channel j."""
+    tile, lane = kernel.tile, thread % 8
+    value = o[0]
+    for j in cutlass.range_constexpr(1, tile.v_per_thread):
+        value = math.select(lane == j, o[j], value)
+    if lane < tile.v_per_thread:
+        gO[t, v0 + tile.v_of(thread, 0) + lane] = gO.element_type(value)
+
+
+def row(tensor, i):
+    """Pointer to row i."""
+    return tensor[i, None].iterator
+
+
+def matrix(states, slot, hv):
+    """Pointer to a head's state; slots may start past 2^31 elements."""
+    return states.iterator + (Int64(slot) * Int64(states.stride[0]) + Int64(hv) * Int64(states.stride[1]))
+
+
+def slots_of(mS, mSout):
+    return Int64((mS if mS is not None else mSout).shape[0])
+
+
+def named_slot(index, slots):
+    """The slot that an index names, or -1."""
+    index = Int64(index)
+    return select((index >= 0) & (index < slots), index, Int64(-1))
+
+
+def select(condition, x, y):
+    return type(x)(select_(condition, x, y))
+
+
+def clamp(x, low, high):
+    """An int32 or int64 value, which may be anything, as an Int32 between low and high."""
+    x, low, high = Int64(x), Int64(low), Int64(high)
+    return Int32(cutlass.min(cutlass.max(x, low), high))

@@ -1,0 +1,108 @@
+"""The part of one head's state that a thread block holds in registers, and who holds what.
+
+Eight lanes share a value channel and split its K entries; four such groups make a warp, and every thread keeps
+`v_per_thread` neighbouring value channels. Both memory layouts use this one map, so a kernel's arithmetic does not know
+which of them the state lives in:
+
+    lane % 8   -> which of the K entries     (sums over K are three shuffles)
+    lane // 8  -> which value channels of the warp
+    warp       -> which value channels of the block
+
+V-first [V, K]: a thread reads 16-byte pieces of its rows; eight lanes together read whole 128-byte lines.
+K-first [K, V]: a thread reads its v_per_thread neighbours of each of its K rows in one access.
+"""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cula.common.cute import vector
+from cutlass import Float32
+
+LANES_PER_ROW = 8
+
+
+@dataclass(frozen=True)
+class StateTile:
+    """K, V: the head's state. warps, v_per_thread: the block's share of it. itemsize in bytes, of the state in memory."""
+
+    K: int
+    V: int
+    warps: int
+    v_per_thread: int
+    v_first: bool
+    itemsize: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def rows(self) -> int:
+        """Value channels of one block."""
+        return 4 * self.v_per_thread * self.warps
+
+    @property
+    def blocks_per_head(self) -> int:
+        return self.V // self.rows
+
+    @property
+    def k_per_thread(self) -> int:
+        return self.K // LANES_PER_ROW
+
+    @property
+    def vector(self) -> int:
+        """Neighbouring K entries that one thread holds."""
+        return min(16 // self.itemsize, self.k_per_thread) if self.v_first else 4
+
+    def k_of(self, lane, i: int):
+        """The K index of a thread's i-th entry."""
+        piece, within = divmod(i, self.vector)
+        return piece * LANES_PER_ROW * self.vector + (lane % LANES_PER_ROW) * self.vector + within
+
+    def v_of(self, thread, j: int):
+        """The value channel, counted within the block, of a thread's j-th row."""
+        return (thread // LANES_PER_ROW) * self.v_per_thread + j
+
+    def registers(self):
+        """Register tensor (v_per_thread, k_per_thread), float32."""
+        return cute.make_rmem_tensor((self.v_per_thread, self.k_per_thread), Float32)
+
+    def load(self, pointer, dtype, thread, v0, rS, hints):
+        """Fills rS from the head's state at `pointer`; v0 is the block's first value channel."""
+        v = v0 + self.v_of(thread, 0)
+        if self.v_first:
+            for j in range(self.v_per_thread):
+                row = pointer + (v + j) * self.K + self.k_of(thread, 0)
+                for i in range(0, self.k_per_thread, self.vector):
+                    piece = row + i * LANES_PER_ROW
+                    for e, x in enumerate(vector.load_floats(piece, dtype, self.vector, **hints)):
+                        rS[j, i + e] = x
+        else:
+            for i in range(self.k_per_thread):
+                piece = pointer + self.k_of(thread, i) * self.V + v
+                for j, x in enumerate(vector.load_floats(piece, dtype, self.v_per_thread, **hints)):
+                    rS[j, i] = x
+
+    def store(self, pointer, dtype, thread, v0, rS, hints):
+        """The reverse of `load`, rounding to dtype."""
+        v = v0 + self.v_of(thread, 0)
+        if self.v_first:
+            for j in range(self.v_per_thread):
+                row = pointer + (v + j) * self.K + self.k_of(thread, 0)
+                for i in range(0, self.k_per_thread, self.vector):
+                    values = [rS[j, i + e] for e in range(self.vector)]
+                    vector.store_floats(row + i * LANES_PER_ROW, dtype, values, **hints)
+        else:
+            for i in range(self.k_per_thread):
+                values = [rS[j, i] for j in range(self.v_per_thread)]
+                piece = pointer + self.k_of(thread, i) * self.V + v
+                vector.store_floats(piece, dtype, values, **hints)
+
+    def gather(self, row, thread):
+        """This thread's K entries of a K-vector in shared memory, as Float32 values. row: pointer to Float32."""
+        width = min(self.vector, 4)
+        return [
+            x
+            for i in range(0, self.k_per_thread, width)
+            for x in vector.load_shared(row + self.k_of(thread, i), width)
+        ]
