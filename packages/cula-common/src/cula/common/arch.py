@@ -8,10 +8,13 @@ from importlib.util import find_spec
 
 import torch
 
+from cula.common.registry import evaluated_while_tracing
+
 KERNEL_ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 """The architectures that kernels are compiled for, oldest first."""
 
 
+@evaluated_while_tracing
 def arch_of(device: torch.device) -> str:
     """Name the architecture that kernels for ``device`` are compiled for.
 
@@ -26,18 +29,24 @@ def arch_of(device: torch.device) -> str:
     return _arch(_index(device))
 
 
+@evaluated_while_tracing
 def sm_count(device: torch.device) -> int:
     """Return the number of streaming multiprocessors of a CUDA ``device``."""
     return _sm_count(_index(device))
 
 
-@functools.cache
+@evaluated_while_tracing
 def missing_compiler() -> str | None:
     """Say what to install when kernels cannot be compiled here; ``None`` when nothing is missing.
 
     The modules are looked for and not imported: importing the compiler takes a second, and a
     machine that only runs the reference should not pay for it.
     """
+    return _missing_compiler()
+
+
+@functools.cache
+def _missing_compiler() -> str | None:
     wanted = {"nvidia-cutlass-dsl": "cutlass", "apache-tvm-ffi": "tvm_ffi"}
     absent = [package for package, module in wanted.items() if find_spec(module) is None]
     if not absent:

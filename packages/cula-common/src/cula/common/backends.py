@@ -9,11 +9,14 @@ from typing import Literal, get_args
 
 import torch
 
+from cula.common.registry import evaluated_while_tracing
+
 Backend = Literal["cute", "fla", "reference"]
 
 _once = threading.Lock()
 
 
+@evaluated_while_tracing
 def choose_backend(
     call: str,
     requested: str,
@@ -44,37 +47,38 @@ def choose_backend(
     """
     source = "backend"
     if requested == "auto":
-        forced = os.environ.get("CULA_BACKEND", "")
+        forced = os.environ.get("CULA_BACKEND")
         if forced:
             requested, source = forced, "CULA_BACKEND"
-    if requested not in ("auto", *get_args(Backend)):
+    on_gpu = device.type == "cuda"
+
+    if requested == "auto":
+        if not on_gpu:
+            return "reference"
+        if cute_missing is None:
+            return "cute"
+        if fla_missing is None:
+            if warn:
+                _warn(f"{call}: FLA runs this instead of a cuLA kernel: {cute_missing}")
+            return "fla"
+        if warn:
+            _warn(
+                f"{call}: the slow reference runs this. No cuLA kernel: {cute_missing}. "
+                f"No FLA: {fla_missing}"
+            )
+        return "reference"
+
+    if requested == "reference":
+        return "reference"
+    if requested not in ("cute", "fla"):
         names = ", ".join(("auto", *get_args(Backend)))
         raise ValueError(f"{source}: {requested!r}; must be one of {names}")
-
-    if device.type != "cuda":
-        cute_missing = cute_missing or f"it needs tensors on a GPU, not on {device}"
-        fla_missing = fla_missing or f"it needs tensors on a GPU, not on {device}"
-    if requested == "cute" and cute_missing is not None:
-        raise NotImplementedError(f"{source}: 'cute'; {call} has no kernel here: {cute_missing}")
-    if requested == "fla" and fla_missing is not None:
-        raise NotImplementedError(f"{source}: 'fla'; {call} cannot use FLA: {fla_missing}")
-    if requested != "auto":
-        return requested
-
-    if device.type != "cuda":
-        return "reference"
-    if cute_missing is None:
-        return "cute"
-    if fla_missing is None:
-        if warn:
-            _warn(f"{call}: FLA runs this instead of a cuLA kernel: {cute_missing}")
-        return "fla"
-    if warn:
-        _warn(
-            f"{call}: the slow reference runs this. No cuLA kernel: {cute_missing}. "
-            f"No FLA: {fla_missing}"
-        )
-    return "reference"
+    missing = cute_missing if requested == "cute" else fla_missing
+    if not on_gpu:
+        missing = f"it needs tensors on a GPU, not on {device}"
+    if missing is not None:
+        raise NotImplementedError(f"{source}: {requested!r}; cannot run {call} here: {missing}")
+    return requested
 
 
 def _warn(message: str) -> None:

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 """Dtypes of everything that counts or names: cu_seqlens, state_indices."""
@@ -71,8 +72,8 @@ def require_cu_seqlens(
     Sequence n holds the tokens ``cu_seqlens[n]`` to ``cu_seqlens[n + 1]``. Values that the host
     can see (a CPU tensor, or ``cu_seqlens_cpu``) must start at 0, never decrease and end at
     ``tokens``. Values on a GPU are not looked at, since that would wait for the GPU: the kernels
-    clamp them. ``validate=True`` copies them back and checks them too. ``[0]`` (no sequence at
-    all, no tokens) is valid.
+    clamp them. ``validate=True`` copies them back and checks them too. While torch.compile traces,
+    and for fake tensors, there are no values to check. ``[0]`` (no sequence, no tokens) is valid.
 
     Args:
         cu_seqlens: int32 or int64 of shape [N + 1], contiguous, on ``device``.
@@ -107,8 +108,9 @@ def require_cu_seqlens(
             dtypes=INDEX_DTYPES,
             device=torch.device("cpu"),
         )
-        _require_offsets("cu_seqlens_cpu", cu_seqlens_cpu.tolist(), tokens)
-    if validate or cu_seqlens.device.type == "cpu":
+        if _readable(cu_seqlens_cpu):
+            _require_offsets("cu_seqlens_cpu", cu_seqlens_cpu.tolist(), tokens)
+    if _readable(cu_seqlens) and (validate or cu_seqlens.device.type == "cpu"):
         _require_offsets("cu_seqlens", cu_seqlens.tolist(), tokens)
     return entries - 1
 
@@ -142,6 +144,11 @@ def _fits(given: Sequence[int], wanted: Sequence[int | None]) -> bool:
     return len(given) == len(wanted) and all(
         w is None or g == w for g, w in zip(given, wanted, strict=True)
     )
+
+
+def _readable(x: torch.Tensor) -> bool:
+    """Tell whether ``x`` holds values now: not while tracing, and not in a fake tensor."""
+    return not is_dynamo_compiling() and type(x) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _one_of(dtypes: Collection[torch.dtype]) -> str:

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from cula.common.registry import evaluated_while_tracing
+
 OLDEST, NEWEST = (0, 4, 2), (0, 6)
 """Versions of FLA whose functions and dispatch are known: from OLDEST up to any NEWEST.x."""
 
@@ -29,9 +31,14 @@ _DISPATCHERS = ("fla.ops.backends", "fla.backends")
 _inside: ContextVar[bool] = ContextVar("cula_inside_fla", default=False)
 
 
-@functools.cache
+@evaluated_while_tracing
 def fla_missing() -> str | None:
     """Say why FLA cannot be used here, or None. Looks for it without importing it."""
+    return _fla_missing()
+
+
+@functools.cache
+def _fla_missing() -> str | None:
     if find_spec("fla") is None:
         return "flash-linear-attention is not installed (pip install fla-core)"
     if find_spec("triton") is None:
@@ -85,26 +92,46 @@ def _installed_version() -> tuple[int, ...] | None:
     return None
 
 
-def _own(module: Any, name: str) -> Callable[..., Any]:
+def _layers(function: Any) -> list[Any]:
+    """List a decorated function's layers, from the outermost to the function itself."""
+    layers = [function]
+    while hasattr(layers[-1], "__wrapped__"):
+        layers.append(layers[-1].__wrapped__)
+    return layers
+
+
+def _home(layer: Any) -> str:
+    # functools.wraps copies __module__, so only a function's globals say where it was written.
+    return getattr(layer, "__globals__", {}).get("__name__") or ""
+
+
+def _own(module: Any, name: str) -> Any:
     """Find FLA's function of this name, also where somebody put another in its place."""
-    below = [m for n, m in sys.modules.items() if n.startswith(module.__name__ + ".")]
+    below = [m for n, m in list(sys.modules.items()) if n.startswith(module.__name__ + ".")]
     for place in (module, *below):
         found = getattr(place, name, None)
-        if callable(found) and str(getattr(found, "__module__", "")).startswith("fla."):
+        if callable(found) and _home(_layers(found)[-1]).startswith("fla."):
             return found
     raise ImportError(f"{module.__name__}.{name} is not a function of flash-linear-attention")
 
 
 def _past_dispatch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what the innermost dispatching layer of a decorated function calls by default."""
-    layers = [function]
-    while hasattr(layers[-1], "__wrapped__"):
-        layers.append(layers[-1].__wrapped__)
-    # functools.wraps copies __module__, so only a function's globals say where it was written.
-    written_in = [getattr(layer, "__globals__", {}).get("__name__") for layer in layers]
-    dispatching = [i for i, where in enumerate(written_in) if where in _DISPATCHERS]
-    if not dispatching:
+    """Return what lies beneath the innermost layer that dispatches or is not FLA's."""
+    layers = _layers(function)
+    start = 0
+    for i, layer in enumerate(layers):
+        home = _home(layer)
+        compiler_switch = getattr(layer, "_torchdynamo_disable", False)
+        if home in _DISPATCHERS or not (home.startswith("fla.") or compiler_switch):
+            start = i + 1
+    if start == 0:
         return function
-    original = layers[dispatching[-1] + 1]
-    # The layers outside go with the dispatch. FLA keeps torch.compile out of these calls by one.
-    return torch.compiler.disable(original)
+    # The layers further out go as well. Of these we know how to put one kind back, the one that
+    # keeps torch.compile out; if FLA ever adds others there, better no fallback than a wrong one.
+    switched_off = False
+    for layer in layers[:start]:
+        if getattr(layer, "_torchdynamo_disable", False):
+            switched_off = True
+        elif _home(layer).startswith("fla.") and _home(layer) not in _DISPATCHERS:
+            raise ImportError(f"{function.__qualname__}: FLA decorates it outside of its dispatch")
+    return torch.compiler.disable(layers[start]) if switched_off else layers[start]

@@ -12,9 +12,11 @@ Everything is differentiable and runs on any device, in float32 unless ``dtype=t
 for the oracle. Inputs may have any floating dtype; they are converted, never rounded.
 """
 
+from collections.abc import Iterator
+
 import torch
 
-from cula.common.checks import require
+from cula.common.checks import needs_grad, require
 
 
 def kda_log_decay(
@@ -92,18 +94,17 @@ def kda_steps(
     Returns:
         o [T, HV, V] and the final state [HV, K, V], both new tensors of ``dtype``.
     """
-    lead, T, HV = v.shape[:-3], v.shape[-3], v.shape[-2]
+    HV, in_place = v.shape[-2], not needs_grad(q, k, v, g, beta, state)
     q, k = _per_value_head(q.to(dtype), HV), _per_value_head(k.to(dtype), HV)
-    v, decay, beta = v.to(dtype), g.to(dtype).exp().unsqueeze(-1), beta.to(dtype)
-    if beta.dim() == v.dim() - 1:
+    v, decay, beta = v.to(dtype), g.to(dtype).exp(), beta.to(dtype)
+    if beta.dim() < v.dim():
         beta = beta.unsqueeze(-1)
-    S = _start(state, (*lead, HV, q.shape[-1], v.shape[-1]), v)
+    S = _start(state, k, v)
     outputs = []
-    for t in range(T):
-        q_t, k_t, v_t = _row(q, t), _row(k, t), _row(v, t)
-        S = S * decay.select(-4, t)
-        S = S + k_t.mT * (beta.select(-3, t).unsqueeze(-2) * (v_t - k_t @ S))
-        outputs.append(scale * (q_t @ S))
+    for q_t, k_t, v_t, decay_t, beta_t in _tokens(q, k, v, decay, beta):
+        S = _decayed(S, decay_t, in_place)
+        S = _plus_outer(S, k_t, beta_t * (v_t - _read(S, k_t)), in_place)
+        outputs.append(scale * _read(S, q_t))
     return _join(outputs, v), S
 
 
@@ -133,14 +134,14 @@ def lightning_steps(
     Returns:
         o [T, H, V] and the final state [H, K, V], both new tensors of ``dtype``.
     """
-    lead, T, HV = v.shape[:-3], v.shape[-3], v.shape[-2]
+    HV, in_place = v.shape[-2], not needs_grad(q, k, v, g_gamma, state)
     q, k = _per_value_head(q.to(dtype), HV), _per_value_head(k.to(dtype), HV)
-    v, decay = v.to(dtype), g_gamma.to(dtype).exp()[:, None, None]
-    S = _start(state, (*lead, HV, q.shape[-1], v.shape[-1]), v)
+    v, decay = v.to(dtype), g_gamma.to(dtype).exp().unsqueeze(-1)
+    S = _start(state, k, v)
     outputs = []
-    for t in range(T):
-        S = S * decay + _row(k, t).mT * _row(v, t)
-        outputs.append(scale * (_row(q, t) @ S))
+    for q_t, k_t, v_t in _tokens(q, k, v):
+        S = _plus_outer(_decayed(S, decay, in_place), k_t, v_t, in_place)
+        outputs.append(scale * _read(S, q_t))
     return _join(outputs, v), S
 
 
@@ -184,18 +185,37 @@ def _per_value_head(x: torch.Tensor, HV: int) -> torch.Tensor:
     return x if H == HV else x.repeat_interleave(HV // H, dim=-2)
 
 
-def _row(x: torch.Tensor, t: int) -> torch.Tensor:
-    return x.select(-3, t).unsqueeze(-2)
+def _tokens(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Go over the tokens of tensors [..., T, heads, channels]."""
+    return zip(*(x.unbind(-3) for x in tensors), strict=True)
 
 
-def _start(state: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+def _start(state: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    shape = (*v.shape[:-3], v.shape[-2], k.shape[-1], v.shape[-1])
     if state is None:
-        return like.new_zeros(shape)
-    # A copy even where dtype fits: with no tokens the result must not alias the caller's state.
-    return state.to(dtype=like.dtype, copy=True).expand(shape)
+        return v.new_zeros(shape)
+    # Cloned even if no token follows: the steps work in place, and results never alias inputs.
+    return state.to(v.dtype).expand(shape).clone()
+
+
+# The three operations on a state [..., K, V]. They are elementwise products and sums, never a
+# matrix product, whose precision autocast and TF32 settings may lower. In place, because
+# allocating the state anew for every token would take most of the time.
+
+
+def _decayed(S: torch.Tensor, decay: torch.Tensor, in_place: bool) -> torch.Tensor:
+    decay = decay.unsqueeze(-1)
+    return S.mul_(decay) if in_place else S * decay
+
+
+def _plus_outer(S: torch.Tensor, k: torch.Tensor, v: torch.Tensor, in_place: bool) -> torch.Tensor:
+    k, v = k.unsqueeze(-1), v.unsqueeze(-2)
+    return S.addcmul_(k, v) if in_place else torch.addcmul(S, k, v)
+
+
+def _read(S: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (x.unsqueeze(-1) * S).sum(-2)
 
 
 def _join(outputs: list[torch.Tensor], v: torch.Tensor) -> torch.Tensor:
-    if not outputs:
-        return torch.zeros_like(v)
-    return torch.cat(outputs, dim=-2).movedim(-2, -3)
+    return torch.stack(outputs, dim=-3) if outputs else torch.zeros_like(v)

@@ -15,6 +15,17 @@ _PLAIN = frozenset(
 )
 
 
+def evaluated_while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have torch.compile call ``function`` while it traces and keep the result as a constant.
+
+    For functions of the machine and the process (which GPU, what is installed) whose arguments
+    are constants too. Does what `torch.compiler.assume_constant_result` does, without its import
+    of the compiler, which takes longer than a first call of ours may.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
 def register_op(
     name: str,
     impl: Callable[..., None],
