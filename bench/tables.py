@@ -1,0 +1,130 @@
+"""Short tables for a terminal: ours, the baseline, the ratio, the share of the ceiling."""
+
+from collections.abc import Sequence
+
+from bench.results import Measured, Row
+
+
+def milliseconds(ms: float | None) -> str:
+    """A time.
+
+    Args:
+        ms: milliseconds, or None for not measured.
+
+    Returns:
+        Four digits after the point below 10 ms, two above; "-" for None.
+    """
+    if ms is None:
+        return "-"
+    return f"{ms:.4f}" if ms < 10 else f"{ms:.2f}"
+
+
+def ratio(x: float | None) -> str:
+    """A speed-up, "1.32x" or "-"."""
+    return "-" if x is None else f"{x:.2f}x"
+
+
+def percent(x: float | None) -> str:
+    """A share, "93%" or "-"."""
+    return "-" if x is None else f"{100 * x:.0f}%"
+
+
+def error(x: float | None) -> str:
+    """A relative error, "1.7e-03" or "-"."""
+    return "-" if x is None else f"{x:.1e}"
+
+
+def microseconds(us: float | None) -> str:
+    """Host time, "4.2" or "-"."""
+    return "-" if us is None else f"{us:.1f}"
+
+
+def grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Align a table: the first column to the left, all others to the right.
+
+    Args:
+        header: the columns' names.
+        rows: a cell per column.
+
+    Returns:
+        Lines of text, with a rule under the header.
+    """
+    widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *others = zip(cells, widths, strict=True)
+        parts = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+        return "  ".join(parts).rstrip()
+
+    return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])
+
+
+def row_table(rows: Sequence[Row]) -> str:
+    """One line a row; columns that nothing was measured for are left out.
+
+    Args:
+        rows: the rows, in order.
+
+    Returns:
+        Lines of text: times in milliseconds, host time in microseconds.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row.baselines))
+    columns: list[tuple[str, list[str]]] = [
+        ("case", [f"{row.op} {row.case}" for row in rows]),
+        ("ms", [milliseconds(row.ours.ms) for row in rows]),
+    ]
+    for name in names:
+        others = [row.baselines.get(name, Measured()) for row in rows]
+        columns.append((name, [milliseconds(other.ms) for other in others]))
+        columns.append(("ratio", [ratio(row.ratio(name)) for row in rows]))
+    columns.append(("of copy", [percent(row.share()) for row in rows]))
+    columns.append(("host us", [microseconds(row.ours.host_us) for row in rows]))
+    for name in names:
+        others = [row.baselines.get(name, Measured()) for row in rows]
+        columns.append((f"{name} us", [microseconds(other.host_us) for other in others]))
+    columns.append(("error", [error(row.ours.error) for row in rows]))
+    for name in names:
+        others = [row.baselines.get(name, Measured()) for row in rows]
+        columns.append((f"{name} err", [error(other.error) for other in others]))
+    measured = [column for column in columns if any(cell != "-" for cell in column[1])]
+    cells = zip(*(column for _, column in measured), strict=True)
+    return grid([name for name, _ in measured], list(cells))
+
+
+def matrix(corner: str, cells: dict[tuple[str, str], str]) -> str:
+    """A two-way table.
+
+    Args:
+        corner: what stands over the first column.
+        cells: text per (line, column), both in order of first appearance.
+
+    Returns:
+        Lines of text; "-" where a cell is missing.
+    """
+    lines = list(dict.fromkeys(line for line, _ in cells))
+    columns = list(dict.fromkeys(column for _, column in cells))
+    body = [[line, *(cells.get((line, column), "-") for column in columns)] for line in lines]
+    return grid([corner, *columns], body)
+
+
+def progress_line(row: Row) -> str:
+    """A row as a line of progress, complete enough to survive the run.
+
+    Args:
+        row: the row just measured.
+
+    Returns:
+        One line.
+    """
+    parts = [f"{row.op} {row.case}:"]
+    if row.ours.ms is not None:
+        parts.append(f"{milliseconds(row.ours.ms)} ms")
+    if row.ours.host_us is not None:
+        parts.append(f"host {microseconds(row.ours.host_us)} us")
+    for name, other in row.baselines.items():
+        parts.append(f"{name} {milliseconds(other.ms)} ({ratio(row.ratio(name))})")
+    if row.share() is not None:
+        parts.append(f"copy {percent(row.share())}")
+    if row.ours.error is not None:
+        parts.append(f"err {error(row.ours.error)}")
+    return "  ".join(parts)

@@ -1,0 +1,128 @@
+"""The decode cases, their inputs, their oracle and their checks. No GPU needed."""
+
+import re
+
+import pytest
+import torch
+
+from bench import decode, decode_calls
+from bench.accuracy import AccuracyError, RelativeError
+from bench.decode_cases import GROUPS, DecodeCase, decode_cases
+from bench.results import Measured, Row
+
+CASES = decode_cases()
+SMALL = [
+    DecodeCase("kda_decode", "kernel", "kernel", B=3, T=2, H=2, HV=4, D=16),
+    DecodeCase("lightning_decode", "kernel", "kernel", B=3, T=2, H=4, HV=4, D=16, pool=True),
+]
+
+
+def named(pattern: str) -> list[DecodeCase]:
+    return [case for case in CASES if re.search(pattern, f"{case.op} {case.name}")]
+
+
+def test_names_are_unique_and_groups_known():
+    for heads in (64, 32):  # 32 is in the sweep over heads as well
+        names = [(case.op, case.name) for case in decode_cases(heads)]
+        assert len(set(names)) == len(names)
+    assert {case.group for case in CASES} == set(GROUPS)
+
+
+@pytest.mark.parametrize("op", ["kda_decode", "lightning_decode"])
+def test_the_promised_cases_are_there(op):
+    for mode in ("kernel", "rotated", "wrapper"):
+        assert len(named(rf"^{op} {mode} B=(1|4|16|64|256) H=64 D=128$")) == 5
+    assert len(named(rf"^{op} kernel B=(64|256) H=64 D=128 state=bf16$")) == 2
+    assert len(named(rf"^{op} kernel B=\d+ H=(4|8|12|16|32|96) D=128$")) == 60
+    assert len(named(rf"^{op} kernel B=64 T=[2-8] H=64 D=128$")) == 7
+    assert {case.HV // case.H for case in named(rf"^{op} kernel B=\d+ H=16 HV=64")} == {4}
+    assert len(named(rf"^{op} first-call")) == 1
+
+
+def test_the_floor_of_the_main_case_is_its_states_and_little_more():
+    (case,) = named(r"^kda_decode kernel B=64 H=64 D=128$")
+    assert case.state_bytes == 64 * 64 * 128 * 128 * 4
+    # q, k, v, g, o in bf16 and beta in fp32
+    assert case.floor_bytes == 2 * case.state_bytes + 64 * 64 * (5 * 256 + 4)
+
+
+def test_a_bf16_state_is_half_the_bytes():
+    fp32, bf16 = named(r"^lightning_decode kernel B=64 H=64 D=128( state=bf16)?$")
+    assert 2 * bf16.state_bytes == fp32.state_bytes
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.op)
+def test_the_oracle_agrees_with_itself_in_slices_and_checks_pass(case, monkeypatch):
+    inputs = decode_calls.make_inputs(case, "cpu")
+    o, state = decode_calls.oracle(inputs, slice(0, case.B))
+    assert o.shape == (case.B, case.T, case.HV, case.D)
+    assert o.dtype == state.dtype == torch.float64
+    monkeypatch.setattr(decode_calls, "_ORACLE_ELEMENTS", 1)  # one sequence a slice
+    found = decode_calls.errors(inputs, {"ours": (o.bfloat16(), state.float())})
+    assert 1e-4 < found["ours"][0] < 3e-3
+    assert found["ours"][1] < 1e-7
+    assert found["rounded"] == found["ours"]
+    decode_calls.check_ours(inputs, found)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.op)
+def test_wrong_results_are_refused(case):
+    inputs = decode_calls.make_inputs(case, "cpu")
+    o, state = decode_calls.oracle(inputs, slice(0, case.B))
+    for name, wrong in {
+        "o": (torch.cat([o[:-1], o[:1]]), state),  # the last sequence got the first one's output
+        "state": (o, inputs.sequence_states(inputs.state)),  # not updated
+    }.items():
+        with pytest.raises(AccuracyError, match=f"^{name}: error"):
+            decode_calls.check_ours(inputs, decode_calls.errors(inputs, {"ours": wrong}))
+    unwritten = torch.full_like(o, float("nan"))
+    with pytest.raises(AccuracyError, match="o: error nan"):
+        decode_calls.check_ours(inputs, decode_calls.errors(inputs, {"ours": (unwritten, state)}))
+
+
+def test_a_bf16_state_may_round_but_not_twice_as_badly():
+    case = DecodeCase("lightning_decode", "bf16", "kernel", B=2, H=2, HV=2, D=16, state="bf16")
+    inputs = decode_calls.make_inputs(case, "cpu")
+    o, state = decode_calls.oracle(inputs, slice(0, 2))
+    rounded = decode_calls.errors(inputs, {"ours": (o, state.bfloat16())})
+    decode_calls.check_ours(inputs, rounded)
+    coarse = (state * (1 + 0.01 * torch.randn_like(state))).bfloat16()
+    with pytest.raises(AccuracyError, match="state"):
+        decode_calls.check_ours(inputs, decode_calls.errors(inputs, {"ours": (o, coarse)}))
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.op)
+def test_the_call_under_test_is_right_on_the_cpu(case):
+    inputs = decode_calls.make_inputs(case, "cpu")
+    state, out = inputs.state.clone(), torch.full_like(inputs.v, float("nan"))
+    returned = decode_calls.our_call(inputs, state, out)()
+    assert returned.data_ptr() == out.data_ptr()
+    results = {"ours": (out, inputs.sequence_states(state))}
+    decode_calls.check_ours(inputs, decode_calls.errors(inputs, results))
+
+
+def test_relative_error_gathers_slices_like_one():
+    torch.manual_seed(0)
+    ref = torch.randn(6, 5, dtype=torch.float64)
+    x = ref + 0.1 * torch.randn_like(ref)
+    gathered = RelativeError()
+    gathered.add(x[:4], ref[:4])
+    gathered.add(x[4:], ref[4:])
+    expected = (x - ref).square().mean().sqrt() / ref.square().mean().sqrt()
+    assert gathered.value() == pytest.approx(expected.item(), rel=1e-6)
+    with pytest.raises(ValueError, match="shape"):
+        gathered.add(x[:1], ref)
+
+
+def test_tables_show_groups_the_sweep_as_a_matrix_and_what_was_slower():
+    def row(case: DecodeCase, ms: float) -> tuple[DecodeCase, Row]:
+        others = {"fla": Measured(ms=0.1)}
+        return case, Row(case.op, case.name, Measured(ms=ms), floor_ms=0.04, baselines=others)
+
+    (single,) = named(r"^kda_decode kernel B=64 H=64 D=128$")
+    sweep = named(r"^kda_decode kernel B=(1|2) H=(4|8) D=128$")
+    text = decode.show([row(single, 0.05), *(row(case, 0.2) for case in sweep)])
+    assert GROUPS["kernel"] in text and GROUPS["heads"] in text and GROUPS["gva"] not in text
+    assert re.search(r"^B=2 +0.2000 0.50x +20% +0.2000 0.50x +20%$", text, re.M)
+    slower = text.splitlines()[-1]
+    assert slower.startswith("Slower than FLA: kda_decode kernel B=1 H=4") and "B=64" not in slower
