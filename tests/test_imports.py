@@ -13,8 +13,8 @@ FAMILIES = PACKAGES[1:]
 
 # Layers of a family, top first. A module imports from its own layer or from those below; what is
 # not named here (kernels, reference, cases) is the lowest.
-LAYERS = {"": 0, "upstream": 1, "op": 2, "plan": 3}
-LOWEST = 4
+LAYERS = {"": 0, "upstream": 1, "op": 2, "run": 3, "plan": 4}
+LOWEST = 5
 
 
 def source_root(package: str) -> Path:
