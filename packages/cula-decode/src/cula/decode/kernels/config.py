@@ -10,7 +10,7 @@ class DecodeConfig:
     """The compile key. Dtypes: "bf16", "fp16", "fp32", "int32", "int64"; None for an argument that is absent.
 
     K, V: channels of a key (a multiple of 32) and of a value (a multiple of 4 * v_per_thread * warps).
-    warps, v_per_thread: a block's share of a head's state (tile.py).
+    warps, v_per_thread: a block's share of a head's state (tile.py). io: dtype of q, k, v and the output.
     single: one token per sequence, dense; else the number of tokens is a run-time value.
     reads, writes: whether there is an initial state; where the final one goes: "none", "in_place" or "separate".
     state_indices: dtype of the slot names, [N] or, if `slot_per_token`, [N, tokens]; absent: sequence n has slot n.
@@ -22,7 +22,6 @@ class DecodeConfig:
     warps: int
     v_per_thread: int
     io: str
-    out: str
     state: str
     v_first: bool
     single: bool
@@ -38,12 +37,14 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class KdaDecodeConfig(DecodeConfig):
-    """gate: "given", "softplus", "bounded" or "sigmoid" (bounded without A_log), from g, A_log and, if has_bias, dt_bias.
-    beta: "given", "sigmoid" or "sigmoid2" (doubled). l2norm: q and k are normalised in the kernel."""
+    """gate: "given", "softplus", "bounded" or "sigmoid" (bounded without A_log); beta: "given", "sigmoid" or "sigmoid2".
+    g, A_log, dt_bias, beta_dtype: dtypes; flat_bias: dt_bias is [HV * K]. l2norm: q and k are normalised in the kernel."""
 
     gate: str
-    gate_dtype: str
-    has_bias: bool
+    g: str
+    A_log: str | None
+    dt_bias: str | None
+    flat_bias: bool
     beta: str
     beta_dtype: str
     l2norm: bool

@@ -9,12 +9,14 @@ Floor:    those bytes at the memory's copy rate.
 A family adds how it stages a token (`fetch_gate`, `publish`) and the recurrence itself (`step`).
 """
 
+import math
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cula.common.cute import math, vector
+from cula.common.cute import math as device_math
+from cula.common.cute import vector
 from cula.decode.kernels.config import STAGE
 from cula.decode.kernels.tile import StateTile
 from cutlass import Float32, Int32, Int64
@@ -28,6 +30,16 @@ DTYPES = {
     "int32": cutlass.Int32,
     "int64": cutlass.Int64,
 }
+
+
+def fake(dtype: str | None, outer: tuple, inner: tuple[int, ...] = (), align: int | None = None):
+    """A stand-in for a tensor whose `inner` extents are static and contiguous; all other strides are free."""
+    if dtype is None:
+        return None
+    multiple = 1 if align is None else align * 8 // DTYPES[dtype].width
+    strides = tuple(cute.sym_int64(divisibility=multiple) for _ in outer)
+    compact = tuple(math.prod(inner[i + 1 :]) for i in range(len(inner)))
+    return make_fake_tensor(DTYPES[dtype], outer + inner, strides + compact, assumed_align=align)
 
 
 class DecodeKernel:
@@ -48,37 +60,28 @@ class DecodeKernel:
         )
 
     # ------------------------------------------------------------------ host
-    def fake(self, dtype: str | None, rank: int, align: int | None = None, inner: tuple[int, ...] = ()):
-        """A stand-in for a run-time tensor: `inner` trailing extents are static and compact, all else is dynamic."""
-        if dtype is None:
-            return None
-        shape = tuple(cute.sym_int() for _ in range(rank - len(inner))) + inner
-        multiple = 1 if align is None else align * 8 // DTYPES[dtype].width
-        stride, compact = (), 1
-        for extent in reversed(inner):
-            stride, compact = (compact, *stride), compact * extent
-        outer = tuple(cute.sym_int64(divisibility=multiple) for _ in range(rank - len(inner)))
-        return make_fake_tensor(DTYPES[dtype], shape, outer + stride, assumed_align=align)
-
     def fake_args(self) -> tuple:
+        """Stand-ins for the arguments of `__call__`. A size that two of them share is one symbol: the call checks it."""
         c = self.config
-        matrix = (c.V, c.K) if c.v_first else (c.K, c.V)
-        state = lambda present: self.fake(c.state if present else None, 4, 16, matrix)
+        B, T, H, HV, N, slots = (cute.sym_int() for _ in range(6))
+        if c.cu_seqlens is None:
+            N = B
+        state = (c.V, c.K) if c.v_first else (c.K, c.V)
+        states = lambda count, present: fake(c.state if present else None, (count, HV), state, align=16)
         return (
-            self.fake(c.io, 4, inner=(c.K,)),
-            self.fake(c.io, 4, inner=(c.K,)),
-            self.fake(c.io, 4, inner=(c.V,)),
-            *self.fake_gates(),
-            state(c.reads),
-            state(c.writes == "separate"),
-            self.fake(c.state_indices, 2 if c.slot_per_token else 1),
-            self.fake(c.num_accepted_tokens, 1),
-            self.fake(c.cu_seqlens, 1),
-            state(c.token_states),
-            self.fake(c.out, 4, inner=(c.V,)),
+            fake(c.io, (B, T, H), (c.K,)),
+            fake(c.io, (B, T, H), (c.K,)),
+            fake(c.io, (B, T, HV), (c.V,)),
+            *self.fake_gates(B, T, HV),
+            states(slots, c.reads or c.writes == "in_place"),
+            states(N, c.writes == "separate"),
+            fake(c.state_indices, (N, cute.sym_int()) if c.slot_per_token else (N,)),
+            fake(c.num_accepted_tokens, (N,)),
+            fake(c.cu_seqlens, (cute.sym_int(),)),
+            fake(c.state if c.token_states else None, (B, T, HV), state, align=16),
+            fake(c.io, (B, T, HV), (c.V,)),
             Float32(1.0),
             Float32(0.0),
-            Int32(1),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 
@@ -88,23 +91,25 @@ class DecodeKernel:
         mQ: cute.Tensor,  # (B, T, H, K)
         mK: cute.Tensor,  # (B, T, H, K)
         mV: cute.Tensor,  # (B, T, HV, V)
-        mG: cute.Tensor | None,  # KDA: (B, T, HV, K); Lightning: (HV)
+        mG: cute.Tensor,  # KDA: (B, T, HV, K); Lightning: (HV)
         mBeta: cute.Tensor | None,  # (B, T, HV)
         mA: cute.Tensor | None,  # (HV)
-        mBias: cute.Tensor | None,  # (HV, K)
+        mBias: cute.Tensor | None,  # (HV, K) or (HV * K)
         mS: cute.Tensor | None,  # (slots, HV, V, K) or (slots, HV, K, V)
-        mSout: cute.Tensor | None,  # like mS
+        mSout: cute.Tensor | None,  # (N, HV, ..), like mS
         mIndex: cute.Tensor | None,  # (N) or (N, tokens)
         mAccepted: cute.Tensor | None,  # (N)
         mCu: cute.Tensor | None,  # (N + 1)
-        mTS: cute.Tensor | None,  # (tokens, HV, V, K), like mS
+        mTS: cute.Tensor | None,  # (B, T, HV, ..), like mS
         mO: cute.Tensor,  # (B, T, HV, V)
         scale: Float32,
         lower_bound: Float32,
-        sequences: Int32,
         stream: cuda.CUstream,
     ):
         tile = self.tile
+        sequences = mV.shape[0]
+        if cutlass.const_expr(mCu is not None):
+            sequences = mCu.shape[0] - 1
         self.kernel(
             mQ, mK, mV, mG, mBeta, mA, mBias, mS, mSout, mIndex, mAccepted, mCu, mTS, mO, scale, lower_bound
         ).launch(
@@ -159,7 +164,7 @@ class DecodeKernel:
 
         source = Int64(n)  # the slot that the step starts from; negative: none
         if cutlass.const_expr(mIndex is not None):
-            source = self.first_slot(mIndex, mAccepted, n, slots_of(mS, mSout))
+            source = self.first_slot(mIndex, mAccepted, n, mS.shape[0])
 
         smem = cutlass.memory.SmemAllocator()
         shared = Shared(self, smem)
@@ -182,7 +187,7 @@ class DecodeKernel:
                     o = self.step(rS, shared, 0, gate, scale, thread)
                     store_row(self, gO, t0, v0, thread, o)
                     if cutlass.const_expr(self.config.token_states):
-                        self.save(matrix(mTS, n, hv), thread, v0, rS)
+                        self.save(matrix(mTS, b, t0, hv), thread, v0, rS)
                 else:
                     inputs.publish(gate, shared, tokens, Int32(0), count)
                     for first in cutlass.range(0, count, self.stage, unroll=1):
@@ -192,10 +197,9 @@ class DecodeKernel:
                             o = self.step(rS, shared, t - first, gate, scale, thread)
                             store_row(self, gO, t0 + t, v0, thread, o)
                             if cutlass.const_expr(self.config.token_states):
-                                row = Int64(b) * mV.shape[1] + t0 + t
-                                self.save(matrix(mTS, row, hv), thread, v0, rS)
+                                self.save(matrix(mTS, b, t0 + t, hv), thread, v0, rS)
                             if cutlass.const_expr(self.config.slot_per_token and self.config.writes != "none"):
-                                target = named_slot(mIndex[n, t], slots_of(mS, mSout))
+                                target = self.slot_of(mIndex, n, t, mS.shape[0])
                                 if target >= 0:
                                     self.save(matrix(mS, target, hv), thread, v0, rS)
                         if last < count:
@@ -218,14 +222,16 @@ class DecodeKernel:
 
     def first_slot(self, mIndex, mAccepted, n, slots):
         """The slot that sequence n starts from, or -1."""
-        if cutlass.const_expr(not self.config.slot_per_token):
+        if not self.config.slot_per_token:
             return named_slot(mIndex[n], slots)
-        if cutlass.const_expr(mAccepted is None):
-            return named_slot(mIndex[n, 0], slots)
-        column = Int64(mAccepted[n]) - 1
-        columns = Int64(mIndex.shape[1])
-        inside = (column >= 0) & (column < columns)
-        found = named_slot(mIndex[n, Int32(select(inside, column, Int64(0)))], slots)
+        accepted = 1 if mAccepted is None else mAccepted[n]
+        return self.slot_of(mIndex, n, Int64(accepted) - 1, slots)
+
+    def slot_of(self, mIndex, n, token, slots):
+        """The slot that sequence n names for a token, or -1; also where it names none at all."""
+        token = Int64(token)
+        inside = (token >= 0) & (token < Int64(mIndex.shape[1]))
+        found = named_slot(mIndex[n, Int32(select(inside, token, Int64(0)))], slots)
         return select(inside, found, Int64(-1))
 
     def save(self, pointer, thread, v0, rS):
@@ -292,7 +298,7 @@ class TokenInputs:
             store_if(live, shared.k, token, c, k)
             beta = gate.publish(shared, live, token, c, raw)
             for i, x in enumerate((k * k, q * q, k * q)):
-                x = math.group_sum(x, 32)
+                x = device_math.group_sum(x, 32)
                 store_if(both(live, c % 32 == 0), shared.sums, token, c // 32 * 4 + i, x)
             store_if(both(live, c % 32 == 0), shared.sums, token, c // 32 * 4 + 3, beta)
         for (token, c, placed), v in zip(self.places(self.kernel.tile.rows), values, strict=True):
@@ -328,7 +334,7 @@ def store_row(kernel: cutlass.Constexpr, gO: cute.Tensor, t: Int32, v0: Int32, t
     tile, lane = kernel.tile, thread % 8
     value = o[0]
     for j in cutlass.range_constexpr(1, tile.v_per_thread):
-        value = math.select(lane == j, o[j], value)
+        value = device_math.select(lane == j, o[j], value)
     if lane < tile.v_per_thread:
         gO[t, v0 + tile.v_of(thread, 0) + lane] = gO.element_type(value)
 
@@ -338,19 +344,16 @@ def row(tensor, i):
     return tensor[i, None].iterator
 
 
-def matrix(states, slot, hv):
-    """Pointer to a head's state; slots may start past 2^31 elements."""
-    return states.iterator + (Int64(slot) * Int64(states.stride[0]) + Int64(hv) * Int64(states.stride[1]))
-
-
-def slots_of(mS, mSout):
-    return Int64((mS if mS is not None else mSout).shape[0])
+def matrix(states, *index):
+    """Pointer to a head's state; a pool may hold more than 2^31 elements."""
+    offset = sum((Int64(i) * Int64(states.stride[d]) for d, i in enumerate(index)), Int64(0))
+    return states.iterator + offset
 
 
 def named_slot(index, slots):
     """The slot that an index names, or -1."""
     index = Int64(index)
-    return select((index >= 0) & (index < slots), index, Int64(-1))
+    return select((index >= 0) & (index < Int64(slots)), index, Int64(-1))
 
 
 def select(condition, x, y):

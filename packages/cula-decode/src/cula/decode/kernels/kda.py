@@ -8,7 +8,7 @@ o = scale (s.q + delta k.q) and the row becomes s + delta k.
 import cutlass
 import cutlass.cute as cute
 from cula.common.cute import math
-from cula.decode.kernels.decode import DecodeKernel, row, store_if
+from cula.decode.kernels.decode import DecodeKernel, fake, row, store_if
 from cutlass import Float32
 
 
@@ -17,13 +17,14 @@ class KdaDecode(DecodeKernel):
 
     channel_decay = True
 
-    def fake_gates(self) -> tuple:
+    def fake_gates(self, B, T, HV) -> tuple:
         c = self.config
+        bias = ((cute.sym_int(),), ()) if c.flat_bias else ((HV,), (c.K,))
         return (
-            self.fake(c.gate_dtype, 4, inner=(c.K,)),
-            self.fake(c.beta_dtype, 3),
-            self.fake("fp32" if c.gate in ("softplus", "bounded") else None, 1),
-            self.fake("fp32" if c.has_bias else None, 2, inner=(c.K,)),
+            fake(c.g, (B, T, HV), (c.K,)),
+            fake(c.beta_dtype, (B, T, HV)),
+            fake(c.A_log, (HV,)),
+            fake(c.dt_bias, *bias),
         )
 
     def gate(self, mG, mBeta, mA, mBias, b, hv, lower_bound):
@@ -32,7 +33,7 @@ class KdaDecode(DecodeKernel):
             mG[b, None, hv, None],
             mBeta[b, None, hv],
             None if mA is None else mA[hv],
-            None if mBias is None else mBias[hv, None],
+            None if mBias is None else mBias.iterator + hv * self.config.K,
             lower_bound,
         )
 
@@ -66,13 +67,13 @@ class KdaDecode(DecodeKernel):
 class KdaGate:
     """From a head's raw gates and beta to a decay e^g per channel and a beta per token."""
 
-    def __init__(self, kernel, gG, gBeta, A, gBias, lower_bound):
+    def __init__(self, kernel, gG, gBeta, A, bias, lower_bound):
         self.kernel, self.gG, self.gBeta, self.A = kernel, gG, gBeta, A
-        self.gBias, self.lower_bound = gBias, lower_bound
+        self.bias, self.lower_bound = bias, lower_bound
 
     def fetch(self, t, channel):
-        bias = Float32(0.0) if self.gBias is None else self.gBias[channel]
-        return self.gG[t, channel], bias, self.gBeta[t]
+        bias = 0.0 if self.bias is None else cute.make_tensor(self.bias + channel, cute.make_layout(1))[0]
+        return self.gG[t, channel], Float32(bias), self.gBeta[t]
 
     def publish(self, shared, live, token, channel, raw):
         g, bias, beta = raw

@@ -5,7 +5,7 @@ Per value channel: o = scale (e^g s.q + v k.q), and the row becomes e^g s + v k.
 """
 
 from cula.common.cute import math
-from cula.decode.kernels.decode import DecodeKernel, row
+from cula.decode.kernels.decode import DecodeKernel, fake, row
 from cutlass import Float32
 
 
@@ -14,8 +14,8 @@ class LightningDecode(DecodeKernel):
 
     channel_decay = False
 
-    def fake_gates(self) -> tuple:
-        return (self.fake("fp32", 1), None, None, None)
+    def fake_gates(self, B, T, HV) -> tuple:
+        return (fake("fp32", (HV,)), None, None, None)
 
     def gate(self, mG, mBeta, mA, mBias, b, hv, lower_bound):
         return LightningGate(mG[hv])
