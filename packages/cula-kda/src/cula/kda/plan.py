@@ -1,0 +1,273 @@
+"""What a call will do, decided on the host from shapes, dtypes and keywords alone."""
+
+from dataclasses import dataclass
+
+import torch
+
+from cula.common.backends import Backend, choose_backend
+from cula.common.checks import require, require_cu_seqlens, require_tensor
+from cula.common.dims import QKV_DTYPES, Dims, dims_of
+from cula.common.gates import beta_form, kda_gate
+from cula.common.layouts import require_state
+from cula.common.pool import require_checkpoints, require_pool
+from cula.kda import fla_fallback
+from cula.kda.reference import Form
+
+CHUNK_SIZES = (32, 64)
+NO_KERNEL = "this version has no CuTe DSL kernel for chunked KDA"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One call's sizes, form and backend. Equal arguments give equal plans."""
+
+    call: str
+    dims: Dims
+    sequences: int
+    dtype: torch.dtype
+    gate_dtype: torch.dtype
+    beta_dtype: torch.dtype
+    form: Form
+    varlen: bool
+    state_dtype: torch.dtype | None
+    checkpoint_interval: int | None
+    backend: Backend
+    reason: str
+    """Why the backend is not our kernel; empty if it is."""
+
+    @property
+    def empty(self) -> bool:
+        """No sequences or no tokens: nothing to launch, only states to pass on."""
+        return self.dims.T == 0 or self.sequences == 0
+
+    @property
+    def compile_key(self) -> str:
+        """What a kernel is compiled for. Batch, length, heads, scale and pool size are run-time."""
+        gate = self.form.gate
+        parts = [
+            "kda",
+            _short(self.dtype),
+            f"k{self.dims.K}v{self.dims.V}",
+            f"g.{_short(self.gate_dtype)}.{gate.form}" + (".bias" if gate.has_bias else ""),
+            f"beta.{_short(self.beta_dtype)}.{self.form.beta}",
+            "l2" if self.form.l2norm else "",
+            f"state.{_short(self.state_dtype)}" if self.state_dtype else "",
+            "varlen" if self.varlen else "",
+            "checkpoints" if self.checkpoint_interval else "",
+        ]
+        return "-".join(part for part in parts if part)
+
+
+def plan_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    state: torch.Tensor | None = None,
+    state_indices: torch.Tensor | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    use_gate_in_kernel: bool = True,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    checkpoints: torch.Tensor | None = None,
+    checkpoint_interval: int | None = None,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+    validate: bool = False,
+) -> Plan:
+    """The plan of `kda_prefill` with these arguments; raises what the call raises."""
+    dims = _require_inputs(q, k, v, g, beta)
+    sequences = _sequences(dims, q.device, cu_seqlens, validate=validate)
+    sizes = {"heads": dims.HV, "key_dim": dims.K, "value_dim": dims.V, "device": q.device}
+    require_pool(state, state_indices, has_initial_state, sequences=sequences, **sizes)
+    require_checkpoints(checkpoints, checkpoint_interval, tokens=dims.B * dims.T, **sizes)
+    if out is not None:
+        require_tensor(
+            "out", out, shape=v.shape, dims="[B, T, HV, V]", dtypes=(q.dtype,), device=q.device
+        )
+    form = Form(
+        kda_gate(
+            use_gate_in_kernel=use_gate_in_kernel,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            lower_bound=lower_bound,
+            HV=dims.HV,
+            K=dims.K,
+            device=q.device,
+        ),
+        beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval),
+        use_qk_l2norm_in_kernel,
+        _scale(scale, dims),
+    )
+    chosen, reason = _backend("kda_prefill", backend, q.device, dims, sequences)
+    return Plan(
+        "kda_prefill",
+        dims,
+        sequences,
+        q.dtype,
+        g.dtype,
+        beta.dtype,
+        form,
+        cu_seqlens is not None,
+        None if state is None else state.dtype,
+        checkpoint_interval,
+        chosen,
+        reason,
+    )
+
+
+def plan_chunk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    chunk_size: int = 64,
+    only_fla: str | None = None,
+    differentiable: bool = False,
+    backend: str = "auto",
+) -> Plan:
+    """The plan of `chunk_kda` with these arguments; raises what the call raises.
+
+    Args:
+        only_fla: the keyword, if any, that nothing but FLA can serve on a GPU.
+        differentiable: whether gradients are needed.
+    """
+    dims = _require_inputs(q, k, v, g, beta)
+    sequences = _sequences(dims, q.device, cu_seqlens, cu_seqlens_cpu)
+    if initial_state is not None:
+        require_state(
+            "initial_state",
+            initial_state,
+            slots=sequences,
+            heads=dims.HV,
+            K=dims.K,
+            V=dims.V,
+            v_first=state_v_first,
+            device=q.device,
+            dense=False,
+        )
+    require(chunk_size in CHUNK_SIZES, "chunk_size", chunk_size, f"must be one of {CHUNK_SIZES}")
+    require(
+        lower_bound is not None or not (safe_gate and use_gate_in_kernel),
+        "lower_bound",
+        None,
+        "must be given with safe_gate=True and use_gate_in_kernel=True",
+    )
+    form = Form(
+        kda_gate(
+            use_gate_in_kernel=use_gate_in_kernel,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            lower_bound=lower_bound,
+            HV=dims.HV,
+            K=dims.K,
+            device=q.device,
+        ),
+        beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval),
+        use_qk_l2norm_in_kernel,
+        _scale(scale, dims),
+    )
+    why = f"{only_fla} is FLA's" if only_fla else "gradients are needed" if differentiable else ""
+    chosen, reason = _backend("chunk_kda", backend, q.device, dims, sequences, why)
+    if only_fla and chosen != "fla":
+        raise NotImplementedError(f"{only_fla}: given; needs FLA. {reason}")
+    return Plan(
+        "chunk_kda",
+        dims,
+        sequences,
+        q.dtype,
+        g.dtype,
+        beta.dtype,
+        form,
+        cu_seqlens is not None,
+        None if initial_state is None else initial_state.dtype,
+        None,
+        chosen,
+        reason,
+    )
+
+
+def _require_inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> Dims:
+    dims = dims_of(q, k, v)
+    B, T, HV, K = dims.B, dims.T, dims.HV, dims.K
+    for arg, x, shape, names in (
+        ("g", g, (B, T, HV, K), "[B, T, HV, K]"),
+        ("beta", beta, (B, T, HV), "[B, T, HV]"),
+    ):
+        require_tensor(arg, x, shape=shape, dims=names, dtypes=QKV_DTYPES, device=q.device)
+    return dims
+
+
+def _sequences(
+    dims: Dims,
+    device: torch.device,
+    cu_seqlens: torch.Tensor | None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    validate: bool = False,
+) -> int:
+    if cu_seqlens is None:
+        return dims.B
+    return require_cu_seqlens(
+        cu_seqlens,
+        batch=dims.B,
+        tokens=dims.T,
+        device=device,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        validate=validate,
+    )
+
+
+def _scale(scale: float | None, dims: Dims) -> float:
+    return dims.K**-0.5 if scale is None else float(scale)
+
+
+def _backend(
+    call: str,
+    requested: str,
+    device: torch.device,
+    dims: Dims,
+    sequences: int,
+    also: str = "",
+) -> tuple[Backend, str]:
+    """The backend, and why it is not our kernel."""
+    cute_missing = "; ".join(part for part in (also, NO_KERNEL) if part)
+    fla_missing = fla_fallback.missing(dims, sequences)
+    chosen = choose_backend(
+        call, requested, device, cute_missing=cute_missing, fla_missing=fla_missing
+    )
+    if chosen == "cute":
+        return chosen, ""
+    if device.type != "cuda":
+        return chosen, f"the tensors are on {device}"
+    if chosen == "reference" and fla_missing:
+        return chosen, f"{cute_missing}; {fla_missing}"
+    return chosen, cute_missing
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "f")

@@ -1,0 +1,207 @@
+"""What a call will do, decided on the host from shapes, dtypes and keywords alone."""
+
+from dataclasses import dataclass
+
+import torch
+
+from cula.common.backends import Backend, choose_backend
+from cula.common.checks import require, require_cu_seqlens, require_tensor
+from cula.common.dims import Dims, dims_of
+from cula.common.layouts import require_state
+from cula.common.pool import require_checkpoints, require_pool
+from cula.lightning import fla_fallback
+
+NO_KERNEL = "this version has no CuTe DSL kernel for chunked Lightning Attention"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One call's sizes and backend. Equal arguments give equal plans."""
+
+    call: str
+    dims: Dims
+    sequences: int
+    dtype: torch.dtype
+    scale: float
+    varlen: bool
+    state_dtype: torch.dtype | None
+    checkpoint_interval: int | None
+    backend: Backend
+    reason: str
+    """Why the backend is not our kernel; empty if it is."""
+
+    @property
+    def empty(self) -> bool:
+        """No sequences or no tokens: nothing to launch, only states to pass on."""
+        return self.dims.T == 0 or self.sequences == 0
+
+    @property
+    def compile_key(self) -> str:
+        """What a kernel is compiled for. Batch, length, heads, scale and pool size are run-time."""
+        parts = [
+            "lightning",
+            _short(self.dtype),
+            f"k{self.dims.K}v{self.dims.V}",
+            f"state.{_short(self.state_dtype)}" if self.state_dtype else "",
+            "varlen" if self.varlen else "",
+            "checkpoints" if self.checkpoint_interval else "",
+        ]
+        return "-".join(part for part in parts if part)
+
+
+def plan_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g_gamma: torch.Tensor,
+    *,
+    state: torch.Tensor | None = None,
+    state_indices: torch.Tensor | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    scale: float | None = None,
+    checkpoints: torch.Tensor | None = None,
+    checkpoint_interval: int | None = None,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+    validate: bool = False,
+) -> Plan:
+    """The plan of `lightning_prefill` with these arguments; raises what the call raises."""
+    dims = dims_of(q, k, v)
+    _require_decay(g_gamma, dims, q.device, validate)
+    sequences = _sequences(dims, q.device, cu_seqlens, validate=validate)
+    sizes = {"heads": dims.HV, "key_dim": dims.K, "value_dim": dims.V, "device": q.device}
+    require_pool(state, state_indices, has_initial_state, sequences=sequences, **sizes)
+    require_checkpoints(checkpoints, checkpoint_interval, tokens=dims.B * dims.T, **sizes)
+    if out is not None:
+        require_tensor(
+            "out", out, shape=v.shape, dims="[B, T, HV, V]", dtypes=(q.dtype,), device=q.device
+        )
+    chosen, reason = _backend("lightning_prefill", backend, q.device, dims, sequences)
+    return Plan(
+        "lightning_prefill",
+        dims,
+        sequences,
+        q.dtype,
+        _scale(scale, dims),
+        cu_seqlens is not None,
+        None if state is None else state.dtype,
+        checkpoint_interval,
+        chosen,
+        reason,
+    )
+
+
+def plan_chunk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_size: int = 64,
+    differentiable: bool = False,
+    backend: str = "auto",
+) -> Plan:
+    """The plan of `chunk_lightning_attn` with these arguments; raises what the call raises.
+
+    Args:
+        differentiable: whether gradients are needed.
+    """
+    dims = dims_of(q, k, v)
+    sequences = _sequences(dims, q.device, cu_seqlens, cu_seqlens_cpu)
+    if initial_state is not None:
+        require_state(
+            "initial_state",
+            initial_state,
+            slots=sequences,
+            heads=dims.HV,
+            K=dims.K,
+            V=dims.V,
+            v_first=state_v_first,
+            device=q.device,
+            dense=False,
+        )
+    require(
+        chunk_size > 0 and chunk_size & (chunk_size - 1) == 0,
+        "chunk_size",
+        chunk_size,
+        "must be a power of 2",
+    )
+    why = "gradients are needed" if differentiable else ""
+    chosen, reason = _backend("chunk_lightning_attn", backend, q.device, dims, sequences, why)
+    return Plan(
+        "chunk_lightning_attn",
+        dims,
+        sequences,
+        q.dtype,
+        _scale(scale, dims),
+        cu_seqlens is not None,
+        None if initial_state is None else initial_state.dtype,
+        None,
+        chosen,
+        reason,
+    )
+
+
+def _require_decay(g_gamma: torch.Tensor, dims: Dims, device: torch.device, validate: bool) -> None:
+    require_tensor(
+        "g_gamma", g_gamma, shape=(dims.HV,), dims="[HV]", dtypes=(torch.float32,), device=device
+    )
+    # A GPU's values are not looked at unless the caller asks for it: that would wait for the GPU.
+    if validate or device.type == "cpu":
+        largest = g_gamma.max().item()
+        require(largest <= 0, "g_gamma", f"largest value {largest}", "must be at most 0 everywhere")
+
+
+def _sequences(
+    dims: Dims,
+    device: torch.device,
+    cu_seqlens: torch.Tensor | None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    validate: bool = False,
+) -> int:
+    if cu_seqlens is None:
+        return dims.B
+    return require_cu_seqlens(
+        cu_seqlens,
+        batch=dims.B,
+        tokens=dims.T,
+        device=device,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        validate=validate,
+    )
+
+
+def _scale(scale: float | None, dims: Dims) -> float:
+    return dims.K**-0.5 if scale is None else float(scale)
+
+
+def _backend(
+    call: str,
+    requested: str,
+    device: torch.device,
+    dims: Dims,
+    sequences: int,
+    also: str = "",
+) -> tuple[Backend, str]:
+    """The backend, and why it is not our kernel."""
+    cute_missing = "; ".join(part for part in (also, NO_KERNEL) if part)
+    fla_missing = fla_fallback.missing(dims, sequences)
+    chosen = choose_backend(
+        call, requested, device, cute_missing=cute_missing, fla_missing=fla_missing
+    )
+    if chosen == "cute":
+        return chosen, ""
+    if device.type != "cuda":
+        return chosen, f"the tensors are on {device}"
+    if chosen == "reference" and fla_missing:
+        return chosen, f"{cute_missing}; {fla_missing}"
+    return chosen, cute_missing
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "f")

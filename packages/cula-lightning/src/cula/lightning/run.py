@@ -1,0 +1,182 @@
+"""From a call's arguments to its backend: what the operators of this package run."""
+
+import torch
+
+from cula.common.layouts import to_k_first, to_v_first
+from cula.common.pool import load_states, store_checkpoints, store_states
+from cula.common.registry import register_op
+from cula.lightning import fla_fallback, reference
+from cula.lightning.plan import Plan, plan_chunk, plan_prefill
+from cula.lightning.reference import Inputs
+
+
+def _prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g_gamma: torch.Tensor,
+    state: torch.Tensor | None,
+    state_indices: torch.Tensor | None,
+    has_initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    scale: float | None,
+    checkpoints: torch.Tensor | None,
+    checkpoint_interval: int | None,
+    out: torch.Tensor,
+    backend: str,
+    validate: bool,
+) -> None:
+    plan = plan_prefill(
+        q,
+        k,
+        v,
+        g_gamma,
+        state=state,
+        state_indices=state_indices,
+        has_initial_state=has_initial_state,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        checkpoints=checkpoints,
+        checkpoint_interval=checkpoint_interval,
+        out=out,
+        backend=backend,
+        validate=validate,
+    )
+    run = fla_fallback if plan.backend == "fla" and not plan.empty else reference
+    with torch.no_grad():
+        initial = None
+        if state is not None:
+            initial = to_k_first(
+                load_states(state, state_indices, has_initial_state, sequences=plan.sequences)
+            )
+        inputs = Inputs(q, k, v, g_gamma)
+        result = run.forward(
+            plan.scale, inputs, initial, cu_seqlens=cu_seqlens, every=checkpoint_interval
+        )
+        out.copy_(result.o.view(out.shape))
+        if state is not None:
+            store_states(state, state_indices, to_v_first(result.final))
+        if checkpoints is not None:
+            store_checkpoints(checkpoints, checkpoint_interval, result.marks)
+
+
+prefill_op = register_op("lightning_prefill", _prefill, mutates=("state", "checkpoints", "out"))
+
+
+def _chunk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g_gamma: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    cu_seqlens_cpu: torch.Tensor | None,
+    scale: float | None,
+    state_v_first: bool,
+    chunk_size: int,
+    backend: str,
+    out: torch.Tensor,
+    final_state: torch.Tensor | None,
+) -> None:
+    plan = plan_chunk(
+        q,
+        k,
+        v,
+        scale=scale,
+        initial_state=initial_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        chunk_size=chunk_size,
+        backend=backend,
+    )
+    with torch.no_grad():
+        results = _run_chunk(
+            plan,
+            Inputs(q, k, v, g_gamma),
+            initial_state,
+            output_final_state=final_state is not None,
+            state_v_first=state_v_first,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu,
+            chunk_size=chunk_size,
+        )
+        for target, result in zip((out, final_state), results, strict=True):
+            if target is not None:
+                target.copy_(result)
+
+
+chunk_op = register_op("chunk_lightning_attn", _chunk, mutates=("out", "final_state"))
+
+
+def _run_chunk(
+    plan: Plan,
+    inputs: Inputs,
+    initial_state: torch.Tensor | None,
+    *,
+    output_final_state: bool,
+    state_v_first: bool,
+    cu_seqlens: torch.Tensor | None,
+    cu_seqlens_cpu: torch.Tensor | None,
+    chunk_size: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run `chunk_lightning_attn` by FLA or the reference, differentiably: (o, final state)."""
+    initial = initial_state
+    if initial is not None:
+        initial = (to_k_first(initial) if state_v_first else initial).float()
+    if plan.backend == "fla" and not plan.empty:
+        o, final = fla_fallback.chunk(
+            plan.scale,
+            inputs,
+            initial,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu,
+            chunk_size=chunk_size,
+        )
+    else:
+        result = reference.forward(
+            plan.scale, inputs, initial, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu
+        )
+        o = result.o.view(inputs.v.shape).to(inputs.q.dtype)
+        final = result.final if output_final_state else None
+    if state_v_first and final is not None:
+        final = to_v_first(final).contiguous()
+    return o, final
+
+
+@torch.compiler.disable
+def chunk_by_fallback(
+    inputs: Inputs,
+    initial_state: torch.Tensor | None,
+    *,
+    scale: float | None,
+    output_final_state: bool,
+    state_v_first: bool,
+    cu_seqlens: torch.Tensor | None,
+    cu_seqlens_cpu: torch.Tensor | None,
+    chunk_size: int,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What is not ours: gradients."""
+    plan = plan_chunk(
+        *inputs[:3],
+        scale=scale,
+        initial_state=initial_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        chunk_size=chunk_size,
+        differentiable=True,
+        backend=backend,
+    )
+    return _run_chunk(
+        plan,
+        inputs,
+        initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        chunk_size=chunk_size,
+    )
