@@ -104,7 +104,7 @@ class Environment:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Install built wheels and check them.")
     parser.add_argument("dist", type=Path, help="the folder of wheels")
     parser.add_argument("--constraints", type=Path, help="a pip constraints file")
     args = parser.parse_args()

@@ -31,7 +31,7 @@ def problems(wheel: Path, version: str | None = None) -> list[str]:
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Check what a wheel holds.")
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--version", help="the version it must have")
     args = parser.parse_args()
