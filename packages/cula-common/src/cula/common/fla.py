@@ -1,11 +1,11 @@
 """Reaching flash-linear-attention's own code, past its dispatch.
 
 FLA lets other packages, us among them, take over its functions. A fallback to FLA that went
-through that dispatch could come back to us and never end. So `fla_function` peels the dispatch
-off the function that it returns, and marks the calling context while FLA runs: functions
-further down in FLA are dispatched too, and a backend of ours registered for one of them has to
-decline while `inside_fla` holds. Nothing in FLA is changed for this, so other threads and other
-users of FLA notice nothing.
+through that dispatch could come back to us and never end. So `fla_function` returns what is
+beneath the dispatch, and marks the calling context while FLA runs: functions further down in FLA
+are dispatched too, and a backend of ours registered for one of them has to decline while
+`inside_fla` holds. Nothing in FLA is changed for this, so other threads and other users of FLA
+notice nothing.
 """
 
 import functools
@@ -28,7 +28,10 @@ OLDEST, NEWEST = (0, 4, 2), (0, 6)
 # The modules in which FLA 0.4.2 to 0.5, and FLA 0.6, define the wrapper that dispatches.
 _DISPATCHERS = ("fla.ops.backends", "fla.backends")
 
-_inside: ContextVar[bool] = ContextVar("cula_inside_fla", default=False)
+# Where torch.compiler.disable defines its wrapper.
+_COMPILER_SWITCH = "torch._dynamo.eval_frame"
+
+_running: ContextVar[tuple[str, ...]] = ContextVar("cula_running_fla", default=())
 
 
 @evaluated_while_tracing
@@ -52,33 +55,48 @@ def _fla_missing() -> str | None:
 def inside_fla() -> bool:
     """Tell whether this context is in a call of a function that `fla_function` returned.
 
-    A backend that cuLA registers with FLA declines while this holds.
+    A backend that cuLA registers with FLA declines while this holds. (Autograd runs a backward
+    in threads of its own, which are not in that context.)
     """
-    return _inside.get()
+    return bool(_running.get())
 
 
 @functools.cache
 def fla_function(path: str) -> Callable[..., Any]:
-    """Return FLA's own implementation of a function, which never comes back to cuLA.
+    """Return FLA's own implementation of a function, past the dispatch in front of it.
 
     Args:
         path: module and name, such as ``"fla.ops.kda.chunk_kda"``.
+
+    Returns:
+        A function with the same arguments and results, which torch.compile does not trace into.
+        It raises RuntimeError when FLA leads back to it: an endless loop otherwise.
 
     Raises:
         ImportError: FLA is missing, cannot be imported, or has no such function of its own.
     """
     module_name, _, name = path.rpartition(".")
-    original = _past_dispatch(_own(importlib.import_module(module_name), name))
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # FLA and Triton raise what they like when they miss a GPU
+        raise ImportError(f"{module_name} cannot be imported: {error}") from error
+    original = _past_dispatch(_own(module, name))
 
     @functools.wraps(original)
     def call(*args, **kwargs):
-        token = _inside.set(True)
+        running = _running.get()
+        if path in running:
+            raise RuntimeError(
+                f"{path}: called while it runs; FLA's dispatch led back to cuLA. A backend that "
+                "calls cuLA must decline while cula.common.fla.inside_fla() holds"
+            )
+        token = _running.set((*running, path))
         try:
             return original(*args, **kwargs)
         finally:
-            _inside.reset(token)
+            _running.reset(token)
 
-    return call
+    return torch.compiler.disable(call)
 
 
 def _installed_version() -> tuple[int, ...] | None:
@@ -118,20 +136,14 @@ def _own(module: Any, name: str) -> Any:
 def _past_dispatch(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return what lies beneath the innermost layer that dispatches or is not FLA's."""
     layers = _layers(function)
+    homes = [_home(layer) for layer in layers]
     start = 0
-    for i, layer in enumerate(layers):
-        home = _home(layer)
-        compiler_switch = getattr(layer, "_torchdynamo_disable", False)
-        if home in _DISPATCHERS or not (home.startswith("fla.") or compiler_switch):
+    for i, home in enumerate(homes):
+        if home in _DISPATCHERS or not home.startswith(("fla.", "torch.")):
             start = i + 1
-    if start == 0:
-        return function
-    # The layers further out go as well. Of these we know how to put one kind back, the one that
-    # keeps torch.compile out; if FLA ever adds others there, better no fallback than a wrong one.
-    switched_off = False
-    for layer in layers[:start]:
-        if getattr(layer, "_torchdynamo_disable", False):
-            switched_off = True
-        elif _home(layer).startswith("fla.") and _home(layer) not in _DISPATCHERS:
+    # The layers further out are lost with it. One that keeps torch.compile out may go, since
+    # fla_function does that too; for any other, better no fallback than a wrong one.
+    for home in homes[:start]:
+        if home.startswith(("fla.", "torch.")) and home not in (*_DISPATCHERS, _COMPILER_SWITCH):
             raise ImportError(f"{function.__qualname__}: FLA decorates it outside of its dispatch")
-    return torch.compiler.disable(layers[start]) if switched_off else layers[start]
+    return layers[start]

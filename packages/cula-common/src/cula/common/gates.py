@@ -68,7 +68,7 @@ def kda_gate(
 
     Args:
         use_gate_in_kernel: g is raw, and the gate is computed from it.
-        A_log: [HV].
+        A_log: [HV], contiguous.
         dt_bias: [HV * K] or [HV, K], contiguous.
         lower_bound: the smallest log decay, in [-5, 0).
         HV: number of value heads.
@@ -88,6 +88,7 @@ def kda_gate(
         lower_bound = float(lower_bound)
     if A_log is not None:
         require_tensor("A_log", A_log, shape=(HV,), dims="[HV]", dtypes=GATE_DTYPES, device=device)
+        _require_contiguous("A_log", A_log)
     if dt_bias is not None:
         require_tensor("dt_bias", dt_bias, dtypes=GATE_DTYPES, device=device)
         require(
@@ -96,12 +97,7 @@ def kda_gate(
             f"shape {list(dt_bias.shape)}",
             f"must be [HV * K] = [{HV * K}] or [HV, K] = [{HV}, {K}]",
         )
-        require(
-            dt_bias.is_contiguous(),
-            "dt_bias",
-            f"strides {list(dt_bias.stride())}",
-            "must be contiguous",
-        )
+        _require_contiguous("dt_bias", dt_bias)
     require(
         A_log is not None or lower_bound is not None,
         "A_log",
@@ -143,3 +139,7 @@ def apply_beta(
     if form == "given":
         return beta
     return torch.sigmoid(beta) * (2.0 if form == "sigmoid2" else 1.0)
+
+
+def _require_contiguous(arg: str, x: torch.Tensor) -> None:
+    require(x.is_contiguous(), arg, f"strides {list(x.stride())}", "must be contiguous")

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from cula.common.checks import require
+
 _library = torch.library.Library("cula", "FRAGMENT")
 
 # What an eager call may hold to go straight to the implementation. Anything else (fake tensors,
@@ -39,9 +41,9 @@ def register_op(
     implementation has nothing to do. It takes no part in autograd.
 
     The returned function takes positional arguments. In an eager call on plain tensors it calls
-    ``impl`` at once: the dispatcher would cost more than a decode kernel. (PyTorch then does not
-    count the write in the tensors' version counters.) Under torch.compile, fake tensors, a
-    dispatch mode or a function transform it calls ``torch.ops.cula.<name>``.
+    ``impl`` at once, since even PyTorch's dispatcher would be a quarter of a decode call. Under
+    torch.compile, fake tensors, a dispatch mode or a function transform it calls
+    ``torch.ops.cula.<name>``. Neither way counts the write in the tensors' version counters.
 
     Args:
         name: the operator's name.
@@ -53,6 +55,17 @@ def register_op(
     """
     if schema is None:
         schema = torch.library.infer_schema(impl, mutates_args=tuple(mutates))
+    arguments = torch._C.parse_schema(name + schema).arguments
+    written = [a.name for a in arguments if a.is_write]
+    require(
+        sorted(mutates) == sorted(written),
+        "mutates",
+        tuple(mutates),
+        f"the schema writes into {written}",
+    )
+    # torch.compile passes arguments by name, to functions that have a parameter of this name.
+    names = [a.name for a in arguments]
+    require("mode" not in names, "impl", "argument mode", "must have another name")
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"cula::{name}", _write_nothing, lib=_library)
