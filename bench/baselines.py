@@ -103,6 +103,33 @@ def _kda_decode(inputs: DecodeInputs) -> Call:
     return call
 
 
+def prefill(call: str, inputs: tuple[torch.Tensor, ...], **options) -> Call:
+    """FLA's chunked call for a prefill, from a zero state, keeping the final one.
+
+    Args:
+        call: "kda_prefill" or "lightning_prefill".
+        inputs: q, k, v and for KDA the raw gates and beta.
+        options: for KDA A_log, dt_bias and lower_bound, for Lightning g_gamma.
+
+    Returns:
+        A call without arguments that returns o and the final state, V-first.
+    """
+    os.environ.setdefault(FAST_OPS, "1")
+    if call == "kda_prefill":
+        from fla.ops.kda import chunk_kda as chunked
+
+        flags = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "safe_gate")
+        options = {**options, **dict.fromkeys(flags, True)}
+    else:
+        from fla.ops.simple_gla import chunk_simple_gla as chunked
+
+    def run() -> Result:
+        o, after = chunked(*inputs, **options, output_final_state=True)
+        return o, after.mT
+
+    return run
+
+
 def _repeated_heads(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k per value head: FLA's simple_gla has no GVA. Done before the clock starts."""
     case = inputs.case

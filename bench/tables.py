@@ -39,12 +39,13 @@ def microseconds(us: float | None) -> str:
     return "-" if us is None else f"{us:.1f}"
 
 
-def grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Align a table: the first column to the left, all others to the right.
+def grid(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Align a table.
 
     Args:
         header: the columns' names.
         rows: a cell per column.
+        left: how many columns, from the first, are aligned to the left; the others hold numbers.
 
     Returns:
         Lines of text, with a rule under the header.
@@ -52,8 +53,9 @@ def grid(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
-        first, *others = zip(cells, widths, strict=True)
-        parts = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+        pairs = list(zip(cells, widths, strict=True))
+        parts = [cell.ljust(width) for cell, width in pairs[:left]]
+        parts += [cell.rjust(width) for cell, width in pairs[left:]]
         return "  ".join(parts).rstrip()
 
     return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])

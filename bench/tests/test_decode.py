@@ -5,10 +5,12 @@ import re
 import pytest
 import torch
 
-from bench import decode, decode_calls
+from bench import baselines, decode, decode_calls
 from bench.accuracy import AccuracyError, RelativeError
 from bench.decode_cases import GROUPS, DecodeCase, decode_cases
 from bench.results import Measured, Row
+from bench.runner import Session
+from bench.timing import CallTimes, Sample
 
 CASES = decode_cases()
 SMALL = [
@@ -126,3 +128,113 @@ def test_tables_show_groups_the_sweep_as_a_matrix_and_what_was_slower():
     assert re.search(r"^B=2 +0.2000 0.50x +20% +0.2000 0.50x +20%$", text, re.M)
     slower = text.splitlines()[-1]
     assert slower.startswith("Slower than FLA: kda_decode kernel B=1 H=4") and "B=64" not in slower
+
+
+class FakeRun:
+    """``decode.measure`` on the CPU: everything but the GPU's clock and kernels."""
+
+    def __init__(self, monkeypatch, ours, theirs) -> None:
+        self.timed: list[object] = []
+        make_inputs = decode_calls.make_inputs
+        monkeypatch.setattr(
+            decode_calls,
+            "make_inputs",
+            lambda case, device, seed=42: make_inputs(case, "cpu", seed),
+        )
+        monkeypatch.setattr(decode_calls, "our_call", ours)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(decode.baselines, "decode_baselines", lambda case: {"fla": theirs})
+        monkeypatch.setattr(decode.timing, "graph_time", self.graph_time)
+        monkeypatch.setattr(decode.timing, "call_times", self.call_times)
+
+    def graph_time(self, calls) -> Sample:
+        self.timed.append(calls)
+        return Sample(float(len(calls)), 0.01)
+
+    def call_times(self, call) -> CallTimes:
+        self.timed.append(call)
+        return CallTimes(Sample(0.2, 0.01), Sample(9.0, 0.02))
+
+    def session(self) -> Session:
+        return Session(copy_tbps=4.0, l2_bytes=1 << 14, use_baselines=True)
+
+
+def exact_call(inputs, state, out, **options):
+    def call():
+        o, after = decode_calls.oracle(inputs, slice(0, inputs.case.B))
+        state.copy_(after)
+        return out.copy_(o)
+
+    return call
+
+
+def exact_baseline(inputs):
+    return lambda: decode_calls.oracle(inputs, slice(0, inputs.case.B))
+
+
+@pytest.mark.parametrize(
+    ("mode", "figures"),
+    [
+        ("kernel", {"ms": 1.0}),
+        ("rotated", {"ms": 6.0}),  # six sets of 8 KB states beyond a 16 KB cache, three times
+        ("wrapper", {"ms": 0.2, "host_us": 9.0}),
+    ],
+)
+def test_a_case_is_checked_timed_and_given_its_floor(monkeypatch, mode, figures):
+    run = FakeRun(monkeypatch, exact_call, exact_baseline)
+    case = DecodeCase("kda_decode", "kernel", mode, B=2, H=4, HV=4, D=16)
+    row = decode.measure(case, run.session()).to_json()
+    assert row["op"] == "kda_decode" and row["case"] == f"{mode} B=2 H=4 D=16"
+    assert row["floor_ms"] == pytest.approx(case.floor_bytes / 4e9, rel=1e-4)
+    assert {name: row[name] for name in figures} == figures
+    assert row["baselines"]["fla"] == {**figures, "error": 0.0}
+    assert 1e-4 < row["error"] < 4e-3
+    assert len(run.timed) == 2
+
+
+def test_nothing_wrong_is_timed(monkeypatch):
+    def forgets_the_state(inputs, state, out, **options):
+        return exact_call(inputs, torch.empty_like(state), out)
+
+    run = FakeRun(monkeypatch, forgets_the_state, exact_baseline)
+    with pytest.raises(AccuracyError, match="state"):
+        decode.measure(
+            DecodeCase("kda_decode", "kernel", "kernel", B=2, H=2, HV=2, D=16), run.session()
+        )
+    assert run.timed == []
+
+
+def test_a_baseline_that_cannot_run_leaves_ours(monkeypatch, capsys):
+    def failing(inputs):
+        raise RuntimeError("no triton kernel")
+
+    run = FakeRun(monkeypatch, exact_call, failing)
+    case = DecodeCase("lightning_decode", "kernel", "kernel", B=2, H=2, HV=2, D=16)
+    row = decode.measure(case, run.session())
+    assert row.ours.ms == 1.0 and not row.baselines
+    assert "fla left out. RuntimeError: no triton kernel" in capsys.readouterr().out
+
+
+def test_ours_is_checked_as_our_kernel_and_never_as_a_fallback(monkeypatch):
+    seen = []
+
+    def ours(inputs, state, out, **options):
+        seen.append(options)
+        return exact_call(inputs, state, out)
+
+    run = FakeRun(monkeypatch, ours, exact_baseline)
+    decode.measure(
+        DecodeCase("kda_decode", "kernel", "kernel", B=1, H=2, HV=2, D=16), run.session()
+    )
+    # checked by force, so that it raises where there is no kernel; timed as a user calls it
+    assert seen == [{"backend": "cute"}, {}]
+
+
+def test_fla_gets_no_case_that_is_not_the_same_work():
+    bf16 = named(r"state=bf16")
+    assert bf16 and not any(baselines.decode_baselines(case) for case in bf16)
+    published = named(r"^lightning_decode (kernel|wrapper) B=64 H=64 D=128$")
+    for case in published:
+        assert set(baselines.decode_baselines(case)) == {"fla", "fla-published"}
+    (kda,) = named(r"^kda_decode kernel B=64 H=64 D=128$")
+    assert set(baselines.decode_baselines(kda)) == {"fla"}
