@@ -14,7 +14,7 @@ from bench.decode_calls import LOWER_BOUND, DecodeInputs
 from bench.decode_cases import DecodeCase
 from bench.environment import version
 
-Result = tuple[torch.Tensor, torch.Tensor | None]
+Result = tuple[torch.Tensor, torch.Tensor]
 Call = Callable[[], Result]
 Builder = Callable[[DecodeInputs], Call]
 

@@ -13,10 +13,10 @@ import torch
 from bench import baselines, results, timing
 from bench.environment import environment
 from bench.results import Row
-from bench.runner import Case, Family, Outcome, Session, run_cases, select
+from bench.runner import C, Family, Outcome, Session, run_cases, select
 
 
-def main(family: Family, argv: list[str]) -> int:
+def main(family: Family[C], argv: list[str]) -> int:
     """A family's command line.
 
     Args:
@@ -74,7 +74,7 @@ def _parse(family: Family, argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def _measure(family: Family, cases: Sequence[Case], options: argparse.Namespace) -> int:
+def _measure(family: Family[C], cases: Sequence[C], options: argparse.Namespace) -> int:
     copy = timing.copy_rate()
     no_baseline = baselines.missing() if options.baseline == "fla" else "not asked for"
     env = environment(

@@ -155,7 +155,7 @@ def _cell(row: Row) -> str:
     return " ".join([*parts, f"{tables.percent(row.share()):>4}"])
 
 
-def family(heads: int = 64, head_dim: int = 128) -> Family:
+def family(heads: int = 64, head_dim: int = 128) -> Family[DecodeCase]:
     """The family for the runner.
 
     Args:

@@ -1,7 +1,7 @@
 """Inputs, the call under test and the float64 oracle of the decode cases."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -135,7 +135,7 @@ def oracle(inputs: DecodeInputs, rows: slice) -> tuple[torch.Tensor, torch.Tenso
     q, k, v = inputs.q[rows], inputs.k[rows], inputs.v[rows]
     slots = rows if inputs.slots is None else inputs.slots[rows].long()
     before = inputs.state[slots].mT
-    if inputs.case.op == "lightning_decode":
+    if inputs.beta is None:  # Lightning
         o, after = lightning_steps(q, k, v, inputs.g, before, scale, dtype=exact)
         return o, after.mT
     g = kda_log_decay(
@@ -151,13 +151,13 @@ def oracle(inputs: DecodeInputs, rows: slice) -> tuple[torch.Tensor, torch.Tenso
 
 
 def errors(
-    inputs: DecodeInputs, results: dict[str, tuple[torch.Tensor, torch.Tensor | None]]
+    inputs: DecodeInputs, results: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 ) -> dict[str, tuple[float, float]]:
     """Errors of output and state of several implementations, against one oracle.
 
     Args:
         inputs: what they all started from.
-        results: per name, o [B, T, HV, V] and the states V-first [B, HV, V, K] (None: not kept).
+        results: per name, o [B, T, HV, V] and the states V-first [B, HV, V, K].
 
     Returns:
         Per name, the two errors, and under "rounded" those of the exact result in the dtypes
@@ -172,8 +172,7 @@ def errors(
         o, state = oracle(inputs, rows)
         for name, (their_o, their_state) in results.items():
             gathered[name][0].add(their_o[rows], o)
-            if their_state is not None:
-                gathered[name][1].add(their_state[rows], state)
+            gathered[name][1].add(their_state[rows], state)
         rounded[0].add(o.to(inputs.q.dtype), o)
         rounded[1].add(state.to(inputs.state.dtype), state)
     return {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -26,22 +26,29 @@ class Case(Protocol):
     @property
     def op(self) -> str:
         """The call under test."""
+        ...
 
     @property
     def group(self) -> str:
         """The table it is shown in."""
+        ...
 
     @property
     def quick(self) -> bool:
         """Whether it is part of the short run."""
+        ...
 
     @property
     def name(self) -> str:
         """Mode and shape: unique within an op."""
+        ...
+
+
+C = TypeVar("C", bound=Case)
 
 
 @dataclass(frozen=True)
-class Family:
+class Family(Generic[C]):
     """One family of calls.
 
     Attributes:
@@ -54,9 +61,9 @@ class Family:
 
     name: str
     title: str
-    cases: Callable[[], Sequence[Case]]
-    measure: Callable[[Case, "Session"], Row]
-    show: Callable[[Sequence[tuple[Case, Row]]], str]
+    cases: Callable[[], Sequence[C]]
+    measure: Callable[[C, "Session"], Row]
+    show: Callable[[Sequence[tuple[C, Row]]], str]
 
 
 @dataclass
@@ -89,7 +96,7 @@ class Session:
 
 
 @dataclass
-class Outcome:
+class Outcome(Generic[C]):
     """What became of the cases of a run.
 
     Attributes:
@@ -99,7 +106,7 @@ class Outcome:
         stopped: the run was interrupted.
     """
 
-    measured: list[tuple[Case, Row]] = field(default_factory=list)
+    measured: list[tuple[C, Row]] = field(default_factory=list)
     inaccurate: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     stopped: bool = False
@@ -110,7 +117,7 @@ class Outcome:
         return [row for _, row in self.measured]
 
 
-def select(cases: Sequence[Case], *, quick: bool, pattern: str | None) -> list[Case]:
+def select(cases: Sequence[C], *, quick: bool, pattern: str | None) -> list[C]:
     """Filter cases.
 
     Args:
@@ -139,13 +146,13 @@ def _device_works() -> bool:
 
 
 def run_cases(
-    family: Family,
-    cases: Sequence[Case],
+    family: Family[C],
+    cases: Sequence[C],
     session: Session,
     after_each: Callable[[list[Row]], None],
     clock: Callable[[], float] = time.monotonic,
     device_works: Callable[[], bool] = _device_works,
-) -> Outcome:
+) -> Outcome[C]:
     """Measure cases one by one; one that fails costs only itself.
 
     Args:
@@ -159,7 +166,7 @@ def run_cases(
     Returns:
         What became of them. Ctrl-C ends the run and keeps what there is.
     """
-    outcome = Outcome()
+    outcome: Outcome[C] = Outcome()
     began = clock()
     for i, case in enumerate(cases, 1):
         name = f"{case.op} {case.name}"

@@ -8,7 +8,7 @@ import torch
 from bench import baselines, timing
 from bench.decode_calls import DecodeInputs
 from bench.decode_cases import DecodeCase
-from demo.layers import KdaModel, ToyModel
+from demo.layers import ToyModel
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -61,8 +61,8 @@ class Clock:
         ours = self._whole_call(lambda: model.prefill(inputs, state, out, backend))
         fla = None
         if self.no_fla is None:
-            gate = model.gate if isinstance(model, KdaModel) else {"g_gamma": model.decay}
-            fla = self._whole_call(baselines.prefill(model.prefill_call, inputs, **gate))
+            theirs = baselines.prefill(model.prefill_call, inputs, **model.constants)
+            fla = self._whole_call(theirs)
         return Times(ours, fla, self._floor(inputs, out, state))
 
     def decode(self, model: ToyModel, backend: str, inputs: Tensors, state: torch.Tensor) -> Times:
@@ -104,12 +104,9 @@ class Clock:
 
 def _decode_inputs(model: ToyModel, inputs: Tensors, state: torch.Tensor) -> DecodeInputs:
     """The demo's step in the form that the benchmarks' baselines take."""
-    s = model.sizes
-    shape = {"B": s.batch, "H": s.heads, "HV": s.heads, "D": s.dim}
-    case = DecodeCase(model.decode_call, "demo", "kernel", **shape)
-    if isinstance(model, KdaModel):
-        q, k, v, g, beta = inputs
-        A_log, dt_bias = model.gate["A_log"], model.gate["dt_bias"]
-        return DecodeInputs(case, q, k, v, g, beta, A_log, dt_bias, state, None)
-    q, k, v = inputs
-    return DecodeInputs(case, q, k, v, model.decay, None, None, None, state, None)
+    s, constants = model.sizes, model.constants
+    case = DecodeCase(model.decode_call, "demo", "kernel", s.batch, 1, s.heads, s.heads, s.dim)
+    q, k, v, *gates = inputs
+    g, beta = gates if gates else (constants["g_gamma"], None)
+    A_log, dt_bias = constants.get("A_log"), constants.get("dt_bias")
+    return DecodeInputs(case, q, k, v, g, beta, A_log, dt_bias, state, None)

@@ -5,6 +5,7 @@ on the state that all tokens before it left behind, as in a real model.
 """
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
@@ -37,9 +38,13 @@ class ToyModel:
     Attributes:
         name: the family's.
         prefill_call, decode_call: the names of the calls it shows.
+        constants: what its calls take besides each token's inputs.
     """
 
-    name = prefill_call = decode_call = ""
+    name: str
+    prefill_call: Literal["kda_prefill", "lightning_prefill"]
+    decode_call: Literal["kda_decode", "lightning_decode"]
+    constants: dict[str, Any]
 
     def __init__(self, sizes: Sizes, device: torch.device, seed: int = 0) -> None:
         """Draw the weights.
@@ -116,17 +121,18 @@ class ToyModel:
 class KdaModel(ToyModel):
     """Kimi Delta Attention: a gate a channel, and a step size a head, from every token."""
 
-    name, prefill_call, decode_call = "KDA", "kda_prefill", "kda_decode"
+    name = "KDA"
+    prefill_call, decode_call = "kda_prefill", "kda_decode"
 
     def __init__(self, sizes: Sizes, device: torch.device, seed: int = 0) -> None:
         super().__init__(sizes, device, seed)
         width = sizes.heads * sizes.dim
         self.to_gate, self.to_beta = self.draw(HIDDEN, width), self.draw(HIDDEN, sizes.heads)
-        parameters = {
+        self.constants = {
             "A_log": self.draw(sizes.heads, dtype=torch.float32),
             "dt_bias": self.draw(width, dtype=torch.float32),
+            "lower_bound": LOWER_BOUND,
         }
-        self.gate = {**parameters, "lower_bound": LOWER_BOUND}
 
     def gates(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         raw = (x @ self.to_gate).view(*x.shape[:2], self.sizes.heads, self.sizes.dim)
@@ -135,19 +141,19 @@ class KdaModel(ToyModel):
     def prefill(self, inputs, state, out, backend):
         from cula.kda import kda_prefill
 
-        return kda_prefill(*inputs, state=state, **self.gate, out=out, backend=backend)
+        return kda_prefill(*inputs, state=state, **self.constants, out=out, backend=backend)
 
     def decode(self, inputs, state, out, backend):
         from cula.decode import kda_decode
 
-        return kda_decode(*inputs, state, **self.gate, out=out, backend=backend)
+        return kda_decode(*inputs, state, **self.constants, out=out, backend=backend)
 
     def exact(self, inputs):
         from cula.common.recurrence import kda_log_decay, kda_steps, l2_normalise
 
         q, k, v, raw, beta = inputs
         exact = torch.float64
-        g = kda_log_decay(raw, **self.gate, dtype=exact)
+        g = kda_log_decay(raw, **self.constants, dtype=exact)
         q, k = l2_normalise(q, dtype=exact), l2_normalise(k, dtype=exact)
         o, state = kda_steps(q, k, v, g, beta, None, self.sizes.dim**-0.5, dtype=exact)
         return o, state.mT
@@ -156,13 +162,15 @@ class KdaModel(ToyModel):
 class LightningModel(ToyModel):
     """Lightning Attention: one fixed decay a head."""
 
-    name, prefill_call, decode_call = "Lightning", "lightning_prefill", "lightning_decode"
+    name = "Lightning"
+    prefill_call, decode_call = "lightning_prefill", "lightning_decode"
 
     def __init__(self, sizes: Sizes, device: torch.device, seed: int = 0) -> None:
         super().__init__(sizes, device, seed)
         from cula.common.recurrence import lightning_log_decay
 
         self.decay = lightning_log_decay(sizes.heads, layer_idx=12, num_layers=24, device=device)
+        self.constants = {"g_gamma": self.decay}
 
     def prefill(self, inputs, state, out, backend):
         from cula.lightning import lightning_prefill
