@@ -20,7 +20,6 @@ import logging
 import os
 import shutil
 import subprocess
-
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -142,7 +141,11 @@ class DiskCache:
                 if not _link(f"{work}/kernel.o", library):
                     return False
                 data = library.read_bytes()
-                about = {"key": key, "runtime": _runtime_in_use(), "sha256": hashlib.sha256(data).hexdigest()}
+                about = {
+                    "key": key,
+                    "runtime": _runtime_in_use(),
+                    "sha256": hashlib.sha256(data).hexdigest(),
+                }
                 trailer = json.dumps(about).encode()
                 library.write_bytes(data + trailer + len(trailer).to_bytes(4, "little") + MAGIC)
                 os.replace(library, self.path(key))

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32
+from cutlass import BFloat16, Float32, Int32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import vector as mlir_vector
 

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cutlass_dsl import select_
+
 from cula.common.cute import math as device_math
 from cula.common.cute import vector
 from cula.decode.kernels.config import STAGE
 from cula.decode.kernels.tile import StateTile
-from cutlass import Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-from cutlass.cutlass_dsl import select_
 
 DTYPES = {
     "bf16": cutlass.BFloat16,
@@ -67,7 +68,10 @@ class DecodeKernel:
         if c.cu_seqlens is None:
             N = B
         state = (c.V, c.K) if c.v_first else (c.K, c.V)
-        states = lambda count, present: fake(c.state if present else None, (count, HV), state, align=16)
+
+        def states(count, present):
+            return fake(c.state if present else None, (count, HV), state, align=16)
+
         return (
             fake(c.io, (B, T, H), (c.K,)),
             fake(c.io, (B, T, H), (c.K,)),
@@ -111,7 +115,22 @@ class DecodeKernel:
         if cutlass.const_expr(mCu is not None):
             sequences = mCu.shape[0] - 1
         self.kernel(
-            mQ, mK, mV, mG, mBeta, mA, mBias, mS, mSout, mIndex, mAccepted, mCu, mTS, mO, scale, lower_bound
+            mQ,
+            mK,
+            mV,
+            mG,
+            mBeta,
+            mA,
+            mBias,
+            mS,
+            mSout,
+            mIndex,
+            mAccepted,
+            mCu,
+            mTS,
+            mO,
+            scale,
+            lower_bound,
         ).launch(
             grid=[sequences * mV.shape[2] * tile.blocks_per_head, 1, 1],
             block=[tile.threads, 1, 1],
@@ -168,7 +187,9 @@ class DecodeKernel:
 
         smem = cutlass.memory.SmemAllocator()
         shared = Shared(self, smem)
-        inputs = TokenInputs(self, mQ[b, None, h, None], mK[b, None, h, None], mV[b, None, hv, None], t0, v0, thread)
+        inputs = TokenInputs(
+            self, mQ[b, None, h, None], mK[b, None, h, None], mV[b, None, hv, None], t0, v0, thread
+        )
         gate = self.gate(mG, mBeta, mA, mBias, b, hv, lower_bound)
         gO = mO[b, None, hv, None]
         rS = tile.registers()
@@ -178,7 +199,9 @@ class DecodeKernel:
                 # the token's loads are on their way before the state's, which wait for the slot
                 tokens = inputs.fetch(gate, Int32(0), count)
                 if cutlass.const_expr(self.config.reads):
-                    tile.load(matrix(mS, source, hv), mS.element_type, thread, v0, rS, vector.STREAM_LOAD)
+                    tile.load(
+                        matrix(mS, source, hv), mS.element_type, thread, v0, rS, vector.STREAM_LOAD
+                    )
                 else:
                     rS.fill(0.0)
                 if cutlass.const_expr(self.config.single):
@@ -198,21 +221,29 @@ class DecodeKernel:
                             store_row(self, gO, t0 + t, v0, thread, o)
                             if cutlass.const_expr(self.config.token_states):
                                 self.save(matrix(mTS, b, t0 + t, hv), thread, v0, rS)
-                            if cutlass.const_expr(self.config.slot_per_token and self.config.writes != "none"):
+                            if cutlass.const_expr(
+                                self.config.slot_per_token and self.config.writes != "none"
+                            ):
                                 target = self.slot_of(mIndex, n, t, mS.shape[0])
                                 if target >= 0:
                                     self.save(matrix(mS, target, hv), thread, v0, rS)
                         if last < count:
                             cute.arch.sync_threads()  # everyone has read this stage
-                            inputs.publish(gate, shared, inputs.fetch(gate, last, count), last, count)
-                if cutlass.const_expr(self.config.writes == "in_place" and not self.config.slot_per_token):
+                            inputs.publish(
+                                gate, shared, inputs.fetch(gate, last, count), last, count
+                            )
+                if cutlass.const_expr(
+                    self.config.writes == "in_place" and not self.config.slot_per_token
+                ):
                     self.save(matrix(mS, source, hv), thread, v0, rS)
                 if cutlass.const_expr(self.config.writes == "separate"):
                     self.save(matrix(mSout, source, hv), thread, v0, rS)
             elif cutlass.const_expr(self.config.writes == "separate"):
                 # no tokens: the state passes through
                 if cutlass.const_expr(self.config.reads):
-                    tile.load(matrix(mS, source, hv), mS.element_type, thread, v0, rS, vector.STREAM_LOAD)
+                    tile.load(
+                        matrix(mS, source, hv), mS.element_type, thread, v0, rS, vector.STREAM_LOAD
+                    )
                 else:
                     rS.fill(0.0)
                 self.save(matrix(mSout, source, hv), thread, v0, rS)
@@ -243,17 +274,25 @@ class Shared:
 
     def __init__(self, kernel, smem):
         self.kernel = kernel
-        rows = lambda width: smem.allocate_tensor(
-            Float32, cute.make_layout((kernel.stage, width), stride=(width, 1)), 16
+
+        def rows(width):
+            return smem.allocate_tensor(
+                Float32, cute.make_layout((kernel.stage, width), stride=(width, 1)), 16
+            )
+
+        self.q, self.k, self.v = (
+            rows(kernel.config.K),
+            rows(kernel.config.K),
+            rows(kernel.tile.rows),
         )
-        self.q, self.k, self.v = rows(kernel.config.K), rows(kernel.config.K), rows(kernel.tile.rows)
         self.decay = rows(kernel.config.K) if kernel.channel_decay else None
         self.sums = rows(kernel.config.K // 32 * 4)
 
     def totals(self, token):
         """(k.k, q.q, k.q, beta) of a staged token."""
         parts = [
-            vector.load_shared(row(self.sums, token) + 4 * w, 4) for w in range(self.kernel.config.K // 32)
+            vector.load_shared(row(self.sums, token) + 4 * w, 4)
+            for w in range(self.kernel.config.K // 32)
         ]
         sums = [sum(column[1:], column[0]) for column in zip(*parts, strict=True)]
         return (*sums[:3], parts[0][3])
@@ -276,22 +315,33 @@ class TokenInputs:
         size, threads = self.kernel.stage * width, self.kernel.tile.threads
         for start in range(0, size, threads):
             i = self.thread + start
-            yield i // width % self.kernel.stage, i % width, (i < size if start + threads > size else None)
+            yield (
+                i // width % self.kernel.stage,
+                i % width,
+                (i < size if start + threads > size else None),
+            )
 
     def fetch(self, gate, first, count):
         """Raw values of the tokens from `first` on; past the sequence's end the last token is read again, not used."""
-        at = lambda token: self.t0 + cutlass.min(first + token, count - 1)
+
+        def at(token):
+            return self.t0 + cutlass.min(first + token, count - 1)
+
         channels = [
             (self.gQ[at(token), c], self.gK[at(token), c], gate.fetch(at(token), c))
             for token, c, _ in self.places(self.kernel.config.K)
         ]
-        values = [self.gV[at(token), self.v0 + c] for token, c, _ in self.places(self.kernel.tile.rows)]
+        values = [
+            self.gV[at(token), self.v0 + c] for token, c, _ in self.places(self.kernel.tile.rows)
+        ]
         return channels, values
 
     def publish(self, gate, shared, tokens, first, count):
         """Computes what a token's threads need of each other and puts it into shared memory."""
         channels, values = tokens
-        for (token, c, placed), (q, k, raw) in zip(self.places(self.kernel.config.K), channels, strict=True):
+        for (token, c, placed), (q, k, raw) in zip(
+            self.places(self.kernel.config.K), channels, strict=True
+        ):
             live = alive(self.kernel, placed, first + token, count)
             q, k = Float32(q), Float32(k)
             store_if(live, shared.q, token, c, q)
@@ -323,13 +373,17 @@ def store_if(condition, tensor, token, column, value):
 
 
 @cute.jit
-def store_where(condition: cutlass.Boolean, tensor: cute.Tensor, token: Int32, column: Int32, value: Float32):
+def store_where(
+    condition: cutlass.Boolean, tensor: cute.Tensor, token: Int32, column: Int32, value: Float32
+):
     if condition:
         tensor[token, column] = value
 
 
 @cute.jit
-def store_row(kernel: cutlass.Constexpr, gO: cute.Tensor, t: Int32, v0: Int32, thread: Int32, o: list):
+def store_row(
+    kernel: cutlass.Constexpr, gO: cute.Tensor, t: Int32, v0: Int32, thread: Int32, o: list
+):
     """Writes a token's outputs: after the sums over K all eight lanes of a group know them; lane j writes channel j."""
     tile, lane = kernel.tile, thread % 8
     value = o[0]

@@ -5,11 +5,11 @@ Per value channel, with s the state's row after the decay: one pass gives s.k an
 o = scale (s.q + delta k.q) and the row becomes s + delta k.
 """
 
-import cutlass
 import cutlass.cute as cute
+from cutlass import Float32
+
 from cula.common.cute import math
 from cula.decode.kernels.decode import DecodeKernel, fake, row, store_if
-from cutlass import Float32
 
 
 class KdaDecode(DecodeKernel):
@@ -72,7 +72,11 @@ class KdaGate:
         self.bias, self.lower_bound = bias, lower_bound
 
     def fetch(self, t, channel):
-        bias = 0.0 if self.bias is None else cute.make_tensor(self.bias + channel, cute.make_layout(1))[0]
+        bias = (
+            0.0
+            if self.bias is None
+            else cute.make_tensor(self.bias + channel, cute.make_layout(1))[0]
+        )
         return self.gG[t, channel], Float32(bias), self.gBeta[t]
 
     def publish(self, shared, live, token, channel, raw):

@@ -4,9 +4,10 @@
 Per value channel: o = scale (e^g s.q + v k.q), and the row becomes e^g s + v k.
 """
 
+from cutlass import Float32
+
 from cula.common.cute import math
 from cula.decode.kernels.decode import DecodeKernel, fake, row
-from cutlass import Float32
 
 
 class LightningDecode(DecodeKernel):

@@ -15,8 +15,9 @@ K-first [K, V]: a thread reads its v_per_thread neighbours of each of its K rows
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cula.common.cute import vector
 from cutlass import Float32
+
+from cula.common.cute import vector
 
 LANES_PER_ROW = 8
 
