@@ -4,6 +4,7 @@ FLA (flash-linear-attention, ``pip install fla-core``) is called as its users ca
 required: where it is not installed its columns are absent, and ``missing`` says why.
 """
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -160,14 +161,13 @@ def _lightning_decode(inputs: DecodeInputs) -> Call:
 
 
 def _published_wrapper(inputs: DecodeInputs) -> Call:
-    from fla.ops.common.fused_recurrent import fused_recurrent_fwd
-
+    fla = importlib.import_module("fla.ops.common.fused_recurrent")
     state = _k_first_state(inputs)
     q, k = _repeated_heads(inputs)
     scale = inputs.case.D**-0.5
 
     def call() -> Result:
-        o, after = fused_recurrent_fwd(
+        o, after = fla.fused_recurrent_fwd(
             q=q,
             k=k,
             v=inputs.v,
@@ -182,8 +182,7 @@ def _published_wrapper(inputs: DecodeInputs) -> Call:
 
 
 def _published_kernel(inputs: DecodeInputs) -> Call:
-    from fla.ops.common.fused_recurrent import fused_recurrent_fwd_kernel
-
+    fla = importlib.import_module("fla.ops.common.fused_recurrent")
     state = _k_first_state(inputs)
     q, k = _repeated_heads(inputs)
     case = inputs.case
@@ -191,7 +190,7 @@ def _published_kernel(inputs: DecodeInputs) -> Call:
     halves = case.D // tile
     partial_o = torch.empty(halves, *inputs.v.shape, dtype=torch.float32, device=q.device)
     after = torch.empty_like(state)
-    launch = fused_recurrent_fwd_kernel[(halves * halves * case.B * case.HV,)]
+    launch = fla.fused_recurrent_fwd_kernel[(halves * halves * case.B * case.HV,)]
     nothing = dict.fromkeys(("g", "gk", "gv", "cu_seqlens"))
     flags = {"USE_G": False, "USE_G_GAMMA": True, "USE_GK": False, "USE_GV": False}
     sizes = {"B": case.B, "T": case.T, "H": case.HV, "K": case.D, "V": case.D}
