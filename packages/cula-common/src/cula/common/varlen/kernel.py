@@ -23,8 +23,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-from cutlass.memory import SmemAllocator
 
+from cula.common.cute.smem import SmemAllocator
 from cula.common.varlen import device
 from cula.common.varlen.device import where
 from cula.common.varlen.plan import (

@@ -21,6 +21,7 @@ from cutlass.cutlass_dsl import select_
 
 from cula.common.cute import math as device_math
 from cula.common.cute import vector
+from cula.common.cute.smem import SmemAllocator
 from cula.decode.kernels.config import STAGE
 from cula.decode.kernels.tile import StateTile
 
@@ -185,7 +186,7 @@ class DecodeKernel:
         if cutlass.const_expr(mIndex is not None):
             source = self.first_slot(mIndex, mAccepted, n, mS.shape[0])
 
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         shared = Shared(self, smem)
         inputs = TokenInputs(
             self, mQ[b, None, h, None], mK[b, None, h, None], mV[b, None, hv, None], t0, v0, thread
