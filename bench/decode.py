@@ -17,7 +17,7 @@ import torch
 
 from bench import baselines, cli, decode_calls, first_call, tables, timing
 from bench.decode_calls import DecodeInputs
-from bench.decode_cases import BATCHES, GROUPS, HEADS, DecodeCase, decode_cases
+from bench.decode_cases import GROUPS, DecodeCase, decode_cases
 from bench.results import Measured, Row, with_floor
 from bench.runner import Family, Session
 
@@ -118,7 +118,8 @@ def show(measured: Sequence[tuple[DecodeCase, Row]]) -> str:
         pairs = [(case, row) for case, row in measured if case.group == group]
         if not pairs:
             continue
-        text = _heads_matrices(pairs) if group == "heads" else _table(pairs)
+        rows = [row for _, row in pairs]
+        text = _heads_matrices(pairs) if group == "heads" else tables.row_tables(rows)
         parts.append(f"{title}\n{text}")
     slower = [
         f"{row.op} {row.case} ({tables.ratio(row.ratio('fla'))})"
@@ -130,29 +131,21 @@ def show(measured: Sequence[tuple[DecodeCase, Row]]) -> str:
     return "\n\n".join(parts) if parts else "Nothing was measured."
 
 
-def _table(pairs: Sequence[tuple[DecodeCase, Row]]) -> str:
-    return tables.row_table([row for _, row in pairs])
-
-
 def _heads_matrices(pairs: Sequence[tuple[DecodeCase, Row]]) -> str:
     """Ratio to FLA and share of the copy rate over B and H: 120 rows would say it less clearly."""
     texts = []
     for op in dict.fromkeys(case.op for case, _ in pairs):
-        cells = {}
-        for B in BATCHES:
-            for H in HEADS:
-                for case, row in pairs:
-                    if (case.op, case.B, case.H) == (op, B, H):
-                        cells[f"B={B}", f"H={H}"] = _cell(row)
-        texts.append(tables.matrix(f"{op}: ms, vs FLA, of copy", cells))
+        cells = {
+            (f"B={case.B}", f"H={case.H}"): _cell(row)
+            for case, row in sorted(pairs, key=lambda pair: (pair[0].B, pair[0].H))
+            if case.op == op
+        }
+        texts.append(tables.matrix(f"{op}: vs FLA, of copy", cells))
     return "\n\n".join(texts)
 
 
 def _cell(row: Row) -> str:
-    parts = [tables.milliseconds(row.ours.ms)]
-    if row.ratio("fla") is not None:
-        parts.append(tables.ratio(row.ratio("fla")))
-    return " ".join([*parts, f"{tables.percent(row.share()):>4}"])
+    return f"{tables.ratio(row.ratio('fla'))} {tables.percent(row.share()):>4}"
 
 
 def family(heads: int = 64, head_dim: int = 128) -> Family[DecodeCase]:

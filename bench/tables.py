@@ -61,8 +61,8 @@ def grid(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1)
     return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])
 
 
-def row_table(rows: Sequence[Row]) -> str:
-    """One line a row; columns that nothing was measured for are left out.
+def row_tables(rows: Sequence[Row]) -> str:
+    """A table an op, one line a row.
 
     Args:
         rows: the rows, in order.
@@ -70,9 +70,20 @@ def row_table(rows: Sequence[Row]) -> str:
     Returns:
         Lines of text: times in milliseconds, host time in microseconds.
     """
+    ops = dict.fromkeys(row.op for row in rows)
+    return "\n\n".join(_row_table(op, [row for row in rows if row.op == op]) for op in ops)
+
+
+def _row_table(op: str, rows: Sequence[Row]) -> str:
+    """One op's table. What all its cases share stands in its corner; empty columns are left out."""
+    cases = [row.case.split() for row in rows]
+    shared = [word for word in cases[0] if all(word in case for case in cases)]
+    if len(rows) == 1:
+        shared = []
+    own = [" ".join(word for word in case if word not in shared) for case in cases]
     names = list(dict.fromkeys(name for row in rows for name in row.baselines))
     columns: list[tuple[str, list[str]]] = [
-        ("case", [f"{row.op} {row.case}" for row in rows]),
+        (" ".join([op, *shared]), own),
         ("ms", [milliseconds(row.ours.ms) for row in rows]),
     ]
     for name in names:
@@ -85,7 +96,7 @@ def row_table(rows: Sequence[Row]) -> str:
         others = [row.baselines.get(name, Measured()) for row in rows]
         columns.append((f"{name} us", [microseconds(other.host_us) for other in others]))
     columns.append(("error", [error(row.ours.error) for row in rows]))
-    for name in names:
+    for name in names[:1]:  # the others are the same code called otherwise; the file has them all
         others = [row.baselines.get(name, Measured()) for row in rows]
         columns.append((f"{name} err", [error(other.error) for other in others]))
     measured = [column for column in columns if any(cell != "-" for cell in column[1])]
