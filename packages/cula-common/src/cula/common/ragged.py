@@ -91,7 +91,8 @@ def scan(
     device = state.device
     index = torch.tensor(order, dtype=torch.int64, device=device)
     starts = torch.tensor(sequences.starts, dtype=torch.int64, device=device)[index]
-    current, finished, marks = state[index], [], []
+    # Contiguous, so that a step's bits do not depend on the strides of the caller's states.
+    current, finished, marks = state.contiguous()[index], [], []
     ids, pieces = [], []
     position = 0
     for cut in _cuts(sequences.lengths, every):

@@ -5,6 +5,7 @@ the gate without A_log. States are K-first float32 throughout.
 """
 
 import inspect
+from contextlib import nullcontext
 
 import torch
 
@@ -12,7 +13,7 @@ from cula.common.dims import Dims
 from cula.common.fla import fla_function, fla_missing
 from cula.common.gates import apply_beta
 from cula.common.ragged import Scan, scan, sequences_of
-from cula.kda.reference import Form, Inputs
+from cula.kda.reference import KdaForm, KdaInputs
 
 CHUNK_KDA = "fla.ops.kda.chunk_kda"
 MAX_KEY_DIM = 256
@@ -29,8 +30,8 @@ def missing(dims: Dims, sequences: int) -> str | None:
 
 
 def chunk(
-    form: Form,
-    inputs: Inputs,
+    form: KdaForm,
+    inputs: KdaInputs,
     initial: torch.Tensor | None,
     *,
     safe_gate: bool,
@@ -69,18 +70,21 @@ def chunk(
             del options[name]
         elif name not in known and not (recent and name == "chunk_size") and not _is_gate(name):
             raise NotImplementedError(f"{name}: {value}; the installed FLA's chunk_kda lacks it")
-    return function(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=form.scale,
-        initial_state=initial,
-        use_qk_l2norm_in_kernel=form.l2norm,
-        safe_gate=safe_gate,
-        **options,
-    )
+    # FLA insists on this mode for h, and a compiled call is not in it.
+    inference = "return_intermediate_states" in options
+    with torch.inference_mode() if inference else nullcontext():
+        return function(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale=form.scale,
+            initial_state=initial,
+            use_qk_l2norm_in_kernel=form.l2norm,
+            safe_gate=safe_gate,
+            **options,
+        )
 
 
 def _is_gate(name: str) -> bool:
@@ -89,15 +93,18 @@ def _is_gate(name: str) -> bool:
 
 
 def forward(
-    form: Form,
-    inputs: Inputs,
+    form: KdaForm,
+    inputs: KdaInputs,
     initial: torch.Tensor | None,
     *,
     cu_seqlens: torch.Tensor | None = None,
     every: int | None = None,
 ) -> Scan:
-    """As `reference.forward`, by FLA. With `every` it waits for the GPU and launches per interval:
-    FLA keeps states along the way in the inputs' dtype only."""
+    """As `reference.kda_forward`, by FLA.
+
+    With `every` it waits for the GPU and launches FLA for every interval: by itself, FLA keeps
+    states along the way in the inputs' dtype only.
+    """
     batch, tokens = inputs.v.shape[:2]
     bounded = form.gate.lower_bound is not None
     if every is None:
@@ -112,7 +119,7 @@ def forward(
         return Scan(o.flatten(0, 1), final)
 
     def step(x: list[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        part = Inputs(*x, inputs.A_log, inputs.dt_bias)
+        part = KdaInputs(*x, inputs.A_log, inputs.dt_bias)
         o, final = chunk(form, part, state, safe_gate=bounded, output_final_state=True)
         return o, final
 

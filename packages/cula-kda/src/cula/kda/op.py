@@ -10,7 +10,7 @@ import torch
 from cula.common.checks import needs_grad, require, require_tensor
 from cula.common.layouts import state_shape
 from cula.common.ragged import sequences_of
-from cula.kda.reference import Inputs
+from cula.kda.reference import KdaInputs
 from cula.kda.run import chunk_by_fallback, chunk_op, prefill_op
 
 
@@ -211,8 +211,10 @@ def chunk_kda(
             )
         state_v_first = transpose_state_layout
     if return_intermediate_states:
+        # torch.compile cannot trace the question whether this is inference mode.
+        inference = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
         require(
-            torch.is_inference_mode_enabled() and not disable_recompute,
+            inference and not disable_recompute,
             "return_intermediate_states",
             True,
             "needs torch.inference_mode() and disable_recompute=False",
@@ -230,7 +232,7 @@ def chunk_kda(
     differentiable = needs_grad(q, k, v, g, beta, initial_state, A_log, dt_bias)
     if differentiable or use_graph or cp_context is not None:
         results = chunk_by_fallback(
-            Inputs(q, k, v, g, beta, A_log, dt_bias),
+            KdaInputs(q, k, v, g, beta, A_log, dt_bias),
             initial_state,
             form,
             differentiable=differentiable,

@@ -11,7 +11,7 @@ from cula.common.gates import beta_form, kda_gate
 from cula.common.layouts import require_state
 from cula.common.pool import require_checkpoints, require_pool
 from cula.kda import fla_fallback
-from cula.kda.reference import Form
+from cula.kda.reference import KdaForm
 
 CHUNK_SIZES = (32, 64)
 NO_KERNEL = "this version has no CuTe DSL kernel for chunked KDA"
@@ -27,7 +27,7 @@ class Plan:
     dtype: torch.dtype
     gate_dtype: torch.dtype
     beta_dtype: torch.dtype
-    form: Form
+    form: KdaForm
     varlen: bool
     state_dtype: torch.dtype | None
     checkpoint_interval: int | None
@@ -93,7 +93,7 @@ def plan_prefill(
         require_tensor(
             "out", out, shape=v.shape, dims="[B, T, HV, V]", dtypes=(q.dtype,), device=q.device
         )
-    form = Form(
+    form = KdaForm(
         kda_gate(
             use_gate_in_kernel=use_gate_in_kernel,
             A_log=A_log,
@@ -176,7 +176,7 @@ def plan_chunk(
         None,
         "must be given with safe_gate=True and use_gate_in_kernel=True",
     )
-    form = Form(
+    form = KdaForm(
         kda_gate(
             use_gate_in_kernel=use_gate_in_kernel,
             A_log=A_log,

@@ -9,7 +9,7 @@ from cula.common.ragged import sequences_of
 from cula.common.registry import register_op
 from cula.kda import fla_fallback, reference
 from cula.kda.plan import Plan, plan_chunk, plan_prefill
-from cula.kda.reference import Inputs
+from cula.kda.reference import KdaInputs
 
 
 def _prefill(
@@ -60,15 +60,16 @@ def _prefill(
         backend=backend,
         validate=validate,
     )
-    run = fla_fallback if plan.backend == "fla" and not plan.empty else reference
+    by_fla = plan.backend == "fla" and not plan.empty
+    forward = fla_fallback.forward if by_fla else reference.kda_forward
     with torch.no_grad():
         initial = None
         if state is not None:
             initial = to_k_first(
                 load_states(state, state_indices, has_initial_state, sequences=plan.sequences)
             )
-        inputs = Inputs(q, k, v, g, beta, A_log, dt_bias)
-        result = run.forward(
+        inputs = KdaInputs(q, k, v, g, beta, A_log, dt_bias)
+        result = forward(
             plan.form, inputs, initial, cu_seqlens=cu_seqlens, every=checkpoint_interval
         )
         out.copy_(result.o.view(out.shape))
@@ -131,7 +132,7 @@ def _chunk(
     with torch.no_grad():
         results = _run_chunk(
             plan,
-            Inputs(q, k, v, g, beta, A_log, dt_bias),
+            KdaInputs(q, k, v, g, beta, A_log, dt_bias),
             initial_state,
             output_final_state=final_state is not None,
             state_v_first=state_v_first,
@@ -151,7 +152,7 @@ chunk_op = register_op("chunk_kda", _chunk, mutates=("out", "final_state", "h"))
 
 def _run_chunk(
     plan: Plan,
-    inputs: Inputs,
+    inputs: KdaInputs,
     initial_state: torch.Tensor | None,
     *,
     output_final_state: bool,
@@ -185,7 +186,7 @@ def _run_chunk(
         )
         h = more[0] if more else None
     else:
-        result = reference.forward(
+        result = reference.kda_forward(
             plan.form,
             inputs,
             initial,
@@ -207,7 +208,7 @@ def _run_chunk(
 
 @torch.compiler.disable
 def chunk_by_fallback(
-    inputs: Inputs,
+    inputs: KdaInputs,
     initial_state: torch.Tensor | None,
     form: dict,
     *,

@@ -11,7 +11,7 @@ import torch
 from cula.common.dims import Dims
 from cula.common.fla import fla_function, fla_missing
 from cula.common.ragged import Scan, scan, sequences_of
-from cula.lightning.reference import Inputs
+from cula.lightning.reference import LightningForm, LightningInputs
 
 CHUNK_SIMPLE_GLA = "fla.ops.simple_gla.chunk_simple_gla"
 MAX_GRID = 65535  # FLA launches a grid row per (sequence, head)
@@ -25,8 +25,8 @@ def missing(dims: Dims, sequences: int) -> str | None:
 
 
 def chunk(
-    scale: float,
-    inputs: Inputs,
+    form: LightningForm,
+    inputs: LightningInputs,
     initial: torch.Tensor | None,
     *,
     output_final_state: bool = True,
@@ -53,7 +53,7 @@ def chunk(
         k,
         v,
         g_gamma=g_gamma,
-        scale=scale,
+        scale=form.scale,
         initial_state=initial,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
@@ -63,17 +63,20 @@ def chunk(
 
 
 def forward(
-    scale: float,
-    inputs: Inputs,
+    form: LightningForm,
+    inputs: LightningInputs,
     initial: torch.Tensor | None,
     *,
     cu_seqlens: torch.Tensor | None = None,
     every: int | None = None,
 ) -> Scan:
-    """As `reference.forward`, by FLA. With `every` it waits for the GPU and launches per interval:
-    FLA returns no states along the way."""
+    """As `reference.lightning_forward`, by FLA.
+
+    With `every` it waits for the GPU and launches FLA for every interval: by itself, FLA returns no
+    states along the way.
+    """
     if every is None:
-        o, final = chunk(scale, inputs, initial, cu_seqlens=cu_seqlens)
+        o, final = chunk(form, inputs, initial, cu_seqlens=cu_seqlens)
         return Scan(o.flatten(0, 1), final)
     q, k, v, g_gamma = inputs
     sequences = sequences_of(*v.shape[:2], cu_seqlens)
@@ -82,7 +85,7 @@ def forward(
         initial = v.new_zeros(shape, dtype=torch.float32)
     return scan(
         sequences,
-        lambda x, state: chunk(scale, Inputs(*x, g_gamma), state),
+        lambda x, state: chunk(form, LightningInputs(*x, g_gamma), state),
         [x.flatten(0, 1) for x in (q, k, v)],
         initial,
         o_shape=v.shape[2:],

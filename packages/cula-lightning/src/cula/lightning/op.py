@@ -8,7 +8,7 @@ import torch
 from cula.common.checks import needs_grad, require, require_tensor
 from cula.common.layouts import state_shape
 from cula.common.recurrence import lightning_log_decay
-from cula.lightning.reference import Inputs
+from cula.lightning.reference import LightningInputs
 from cula.lightning.run import chunk_by_fallback, chunk_op, prefill_op
 
 
@@ -147,7 +147,7 @@ def chunk_lightning_attn(
     g_gamma = lightning_log_decay(HV, layer_idx, num_layers, device=q.device)
     if needs_grad(q, k, v, initial_state):
         return chunk_by_fallback(
-            Inputs(q, k, v, g_gamma),
+            LightningInputs(q, k, v, g_gamma),
             initial_state,
             scale=scale,
             output_final_state=output_final_state,

@@ -10,19 +10,20 @@ from cula.common.dims import Dims, dims_of
 from cula.common.layouts import require_state
 from cula.common.pool import require_checkpoints, require_pool
 from cula.lightning import fla_fallback
+from cula.lightning.reference import LightningForm
 
 NO_KERNEL = "this version has no CuTe DSL kernel for chunked Lightning Attention"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One call's sizes and backend. Equal arguments give equal plans."""
+    """One call's sizes, form and backend. Equal arguments give equal plans."""
 
     call: str
     dims: Dims
     sequences: int
     dtype: torch.dtype
-    scale: float
+    form: LightningForm
     varlen: bool
     state_dtype: torch.dtype | None
     checkpoint_interval: int | None
@@ -83,7 +84,7 @@ def plan_prefill(
         dims,
         sequences,
         q.dtype,
-        _scale(scale, dims),
+        _form(scale, dims),
         cu_seqlens is not None,
         None if state is None else state.dtype,
         checkpoint_interval,
@@ -138,7 +139,7 @@ def plan_chunk(
         dims,
         sequences,
         q.dtype,
-        _scale(scale, dims),
+        _form(scale, dims),
         cu_seqlens is not None,
         None if initial_state is None else initial_state.dtype,
         None,
@@ -176,8 +177,8 @@ def _sequences(
     )
 
 
-def _scale(scale: float | None, dims: Dims) -> float:
-    return dims.K**-0.5 if scale is None else float(scale)
+def _form(scale: float | None, dims: Dims) -> LightningForm:
+    return LightningForm(dims.K**-0.5 if scale is None else float(scale))
 
 
 def _backend(

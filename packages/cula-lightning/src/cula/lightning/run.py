@@ -7,7 +7,7 @@ from cula.common.pool import load_states, store_checkpoints, store_states
 from cula.common.registry import register_op
 from cula.lightning import fla_fallback, reference
 from cula.lightning.plan import Plan, plan_chunk, plan_prefill
-from cula.lightning.reference import Inputs
+from cula.lightning.reference import LightningInputs
 
 
 def _prefill(
@@ -42,16 +42,17 @@ def _prefill(
         backend=backend,
         validate=validate,
     )
-    run = fla_fallback if plan.backend == "fla" and not plan.empty else reference
+    by_fla = plan.backend == "fla" and not plan.empty
+    forward = fla_fallback.forward if by_fla else reference.lightning_forward
     with torch.no_grad():
         initial = None
         if state is not None:
             initial = to_k_first(
                 load_states(state, state_indices, has_initial_state, sequences=plan.sequences)
             )
-        inputs = Inputs(q, k, v, g_gamma)
-        result = run.forward(
-            plan.scale, inputs, initial, cu_seqlens=cu_seqlens, every=checkpoint_interval
+        inputs = LightningInputs(q, k, v, g_gamma)
+        result = forward(
+            plan.form, inputs, initial, cu_seqlens=cu_seqlens, every=checkpoint_interval
         )
         out.copy_(result.o.view(out.shape))
         if state is not None:
@@ -93,7 +94,7 @@ def _chunk(
     with torch.no_grad():
         results = _run_chunk(
             plan,
-            Inputs(q, k, v, g_gamma),
+            LightningInputs(q, k, v, g_gamma),
             initial_state,
             output_final_state=final_state is not None,
             state_v_first=state_v_first,
@@ -111,7 +112,7 @@ chunk_op = register_op("chunk_lightning_attn", _chunk, mutates=("out", "final_st
 
 def _run_chunk(
     plan: Plan,
-    inputs: Inputs,
+    inputs: LightningInputs,
     initial_state: torch.Tensor | None,
     *,
     output_final_state: bool,
@@ -126,7 +127,7 @@ def _run_chunk(
         initial = (to_k_first(initial) if state_v_first else initial).float()
     if plan.backend == "fla" and not plan.empty:
         o, final = fla_fallback.chunk(
-            plan.scale,
+            plan.form,
             inputs,
             initial,
             output_final_state=output_final_state,
@@ -135,8 +136,8 @@ def _run_chunk(
             chunk_size=chunk_size,
         )
     else:
-        result = reference.forward(
-            plan.scale, inputs, initial, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu
+        result = reference.lightning_forward(
+            plan.form, inputs, initial, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu
         )
         o = result.o.view(inputs.v.shape).to(inputs.q.dtype)
         final = result.final if output_final_state else None
@@ -147,7 +148,7 @@ def _run_chunk(
 
 @torch.compiler.disable
 def chunk_by_fallback(
-    inputs: Inputs,
+    inputs: LightningInputs,
     initial_state: torch.Tensor | None,
     *,
     scale: float | None,

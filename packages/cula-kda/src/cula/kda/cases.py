@@ -1,0 +1,129 @@
+"""Named shapes and inputs of KDA prefill: one list for tests, compile checks and benchmarks."""
+
+from dataclasses import dataclass
+
+import torch
+
+from cula.common.gates import BetaForm, GateForm
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of `kda_prefill`.
+
+    `lengths` are packed with cu_seqlens if `varlen`; otherwise they are equal and make a batch.
+    `gate_mean` shifts the raw gates, so that decays reach from almost none to the lower bound, and
+    `beta_mean` the logits of beta.
+    `mask` sets the log decay of every so many tokens to -1000 (given gates only).
+    `magnitude` scales v and the states.
+    """
+
+    lengths: tuple[int, ...]
+    H: int = 2
+    HV: int = 2
+    K: int = 128
+    V: int = 128
+    varlen: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    gate_dtype: torch.dtype = torch.bfloat16
+    gate: GateForm = "bounded"
+    bias: bool = True
+    gate_mean: float = 0.0
+    mask: int = 0
+    beta: BetaForm = "given"
+    beta_mean: float = 0.0
+    l2norm: bool = True
+    repeated_keys: bool = False
+    state: torch.dtype | None = torch.float32
+    index_dtype: torch.dtype = torch.int32
+    magnitude: float = 1.0
+    checkpoint_interval: int | None = None
+
+
+CASES: dict[str, Case] = {
+    "one chunk": Case((64,)),
+    "one token": Case((1,)),
+    "tail": Case((165,)),
+    "batch": Case((100,) * 3, H=3, HV=3),
+    "varlen": Case((65, 66, 71, 79), varlen=True),
+    "varlen, empty ones": Case((0, 40, 0, 0, 130, 1, 0), varlen=True, index_dtype=torch.int64),
+    "short before long": Case((3, 22, 200), varlen=True, gate_mean=30.0),
+    "grouped heads": Case((90, 40), H=2, HV=8, varlen=True),
+    "D = 64": Case((150,), K=64, V=64),
+    "D = 60": Case((70,), K=60, V=60),
+    "K = 100, V = 192": Case((70,), K=100, V=192),
+    "softplus": Case((150,), gate="softplus", gate_dtype=torch.float32),
+    "softplus, strong": Case((150,), gate="softplus", gate_mean=20.0),
+    "sigmoid gate": Case((100,), gate="sigmoid", bias=False),
+    "given gates": Case((130,), gate="given", gate_dtype=torch.float32),
+    "masked": Case((150,), gate="given", gate_dtype=torch.float32, mask=23),
+    "no decay": Case((100,), gate="given", gate_dtype=torch.float32, gate_mean=-1e9),
+    "beta logits": Case((100,), beta="sigmoid"),
+    "beta to 2": Case((100,), beta="sigmoid2"),
+    "repeated keys": Case((130,), gate_mean=-8.0, repeated_keys=True),
+    "repeated keys, beta 2": Case(
+        (130,), gate_mean=-8.0, repeated_keys=True, beta="sigmoid2", beta_mean=20.0
+    ),
+    "unnormalised": Case((70,), l2norm=False, K=64, V=64),
+    "float16": Case((100,), dtype=torch.float16, gate_dtype=torch.float16),
+    "tiny values": Case((70,), magnitude=1e-6),
+    "huge values": Case((70,), magnitude=1e5),
+    "odd heads": Case((70,), H=3, HV=3, K=64, V=64),
+    "bf16 pool": Case((100, 64), varlen=True, state=torch.bfloat16),
+    "no state": Case((100,), state=None),
+    "checkpoints": Case((128, 63, 200, 0, 64), varlen=True, checkpoint_interval=64),
+}
+
+
+def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> dict[str, object]:
+    """The keywords of `kda_prefill` for a case; the same numbers on every device.
+
+    The pool has a slot for each sequence and one more, in shuffled order; the second sequence
+    starts from zero.
+    """
+    torch.manual_seed(seed)
+    N, tokens = len(case.lengths), sum(case.lengths)
+    B, T = (1, tokens) if case.varlen else (N, case.lengths[0])
+    q = torch.randn(B, T, case.H, case.K)
+    k = torch.randn(B, T, case.H, case.K)
+    if case.repeated_keys:
+        k = k[:, :1].expand_as(k)
+    if not case.l2norm:
+        q, k = q / case.K**0.5, k / case.K**0.5
+    x = torch.randn(B, T, case.HV, case.K) + case.gate_mean
+    g = x if case.gate != "given" else -torch.nn.functional.softplus(x)
+    if case.mask:
+        g[:, case.mask - 1 :: case.mask] = -1000.0
+    beta = torch.randn(B, T, case.HV) + case.beta_mean
+    if case.beta == "given":
+        beta = torch.sigmoid(beta)
+    inputs: dict[str, object] = {
+        "q": q.to(case.dtype),
+        "k": k.to(case.dtype),
+        "v": (torch.randn(B, T, case.HV, case.V) * case.magnitude).to(case.dtype),
+        "g": g.to(case.gate_dtype),
+        "beta": beta,
+        "use_gate_in_kernel": case.gate != "given",
+        "use_qk_l2norm_in_kernel": case.l2norm,
+        "use_beta_sigmoid_in_kernel": case.beta != "given",
+        "allow_neg_eigval": case.beta == "sigmoid2",
+    }
+    if case.gate in ("softplus", "bounded"):
+        inputs["A_log"] = torch.linspace(-0.5, 0.5, case.HV)
+    if case.gate in ("bounded", "sigmoid"):
+        inputs["lower_bound"] = -5.0
+    if case.bias and case.gate != "given":
+        inputs["dt_bias"] = torch.randn(case.HV * case.K)
+    if case.varlen:
+        bounds = torch.tensor((0, *case.lengths)).cumsum(0)
+        inputs["cu_seqlens"] = bounds.to(case.index_dtype)
+    if case.state is not None:
+        pool = torch.randn(N + 1, case.HV, case.V, case.K) * case.magnitude
+        inputs["state"] = pool.to(case.state)
+        inputs["state_indices"] = torch.randperm(N + 1)[:N].to(case.index_dtype)
+        inputs["has_initial_state"] = torch.arange(N) != 1
+    if case.checkpoint_interval:
+        rows = B * T // case.checkpoint_interval
+        inputs["checkpoints"] = torch.zeros(rows, case.HV, case.V, case.K)
+        inputs["checkpoint_interval"] = case.checkpoint_interval
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}

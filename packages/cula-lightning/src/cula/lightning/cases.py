@@ -1,0 +1,87 @@
+"""Named shapes and inputs of Lightning prefill: one list for tests, compile checks, benchmarks."""
+
+from dataclasses import dataclass
+
+import torch
+
+from cula.common.recurrence import lightning_log_decay
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of `lightning_prefill`.
+
+    `lengths` are packed with cu_seqlens if `varlen`; otherwise they are equal and make a batch.
+    `decay` is the log decay of every head, or None for the layer formula (layer 12 of 24).
+    """
+
+    lengths: tuple[int, ...]
+    H: int = 2
+    HV: int = 2
+    K: int = 128
+    V: int = 128
+    varlen: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    decay: float | None = None
+    magnitude: float = 1.0
+    state: torch.dtype | None = torch.float32
+    index_dtype: torch.dtype = torch.int32
+    checkpoint_interval: int | None = None
+
+
+CASES: dict[str, Case] = {
+    "one chunk": Case((64,)),
+    "one token": Case((1,)),
+    "tail": Case((165,)),
+    "batch": Case((100,) * 3, H=3, HV=3),
+    "varlen": Case((65, 66, 71, 79), varlen=True),
+    "varlen, empty ones": Case((0, 40, 0, 0, 130, 1, 0), varlen=True, index_dtype=torch.int64),
+    "short before long": Case((3, 22, 200), varlen=True, decay=-5.0),
+    "grouped heads": Case((90, 40), H=2, HV=8, varlen=True),
+    "D = 64": Case((150,), K=64, V=64),
+    "D = 60": Case((70,), K=60, V=60),
+    "K = 100, V = 192": Case((70,), K=100, V=192),
+    "no decay": Case((150,), decay=0.0),
+    "strong decay": Case((150,), decay=-40.0),
+    "masking decay": Case((70,), decay=-1000.0),
+    "float16": Case((100,), dtype=torch.float16),
+    "odd heads": Case((70,), H=3, HV=3, K=64, V=64),
+    "tiny values": Case((70,), magnitude=1e-6),
+    "huge values": Case((70,), magnitude=1e5),
+    "bf16 pool": Case((100, 64), varlen=True, state=torch.bfloat16),
+    "no state": Case((100,), state=None),
+    "checkpoints": Case((128, 63, 200, 0, 64), varlen=True, checkpoint_interval=64),
+}
+
+
+def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -> dict[str, object]:
+    """The keywords of `lightning_prefill` for a case; the same numbers on every device.
+
+    The pool has a slot for each sequence and one more, in shuffled order; the second sequence
+    starts from zero. `magnitude` scales v and the states.
+    """
+    torch.manual_seed(seed)
+    N, tokens = len(case.lengths), sum(case.lengths)
+    B, T = (1, tokens) if case.varlen else (N, case.lengths[0])
+    g_gamma = lightning_log_decay(case.HV, 12, 24)
+    if case.decay is not None:
+        g_gamma = torch.full_like(g_gamma, case.decay)
+    inputs: dict[str, object] = {
+        "q": torch.randn(B, T, case.H, case.K).to(case.dtype),
+        "k": torch.randn(B, T, case.H, case.K).to(case.dtype),
+        "v": (torch.randn(B, T, case.HV, case.V) * case.magnitude).to(case.dtype),
+        "g_gamma": g_gamma,
+    }
+    if case.varlen:
+        bounds = torch.tensor((0, *case.lengths)).cumsum(0)
+        inputs["cu_seqlens"] = bounds.to(case.index_dtype)
+    if case.state is not None:
+        pool = torch.randn(N + 1, case.HV, case.V, case.K) * case.magnitude
+        inputs["state"] = pool.to(case.state)
+        inputs["state_indices"] = torch.randperm(N + 1)[:N].to(case.index_dtype)
+        inputs["has_initial_state"] = torch.arange(N) != 1
+    if case.checkpoint_interval:
+        rows = B * T // case.checkpoint_interval
+        inputs["checkpoints"] = torch.zeros(rows, case.HV, case.V, case.K)
+        inputs["checkpoint_interval"] = case.checkpoint_interval
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
