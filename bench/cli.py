@@ -63,8 +63,8 @@ def _parse(family: Family, argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--commit",
         metavar="DESCRIBE",
-        help="where the sources have no git history: what "
-        "'git describe --always --dirty --abbrev=40' says of them",
+        help='where the sources are a copy without their git history: what "git describe --always '
+        "--dirty --abbrev=40 --exclude '*'\" says where they came from",
     )
     options = parser.parse_args(argv)
     try:

@@ -26,8 +26,8 @@ def environment(
     Args:
         copy_tbps: the device-copy rate of this run, TB/s.
         baselines: version per baseline.
-        commit: what ``git describe --always --dirty --abbrev=40`` said where the sources came
-            from; for a machine that got them without their history.
+        commit: what ``git describe --always --dirty --abbrev=40 --exclude '*'`` said where the
+            sources came from; for a machine that got a copy without that history.
 
     Returns:
         gpu, driver, torch, cuda, dsl, baselines, commit, dirty, date, copy_tbps and clocks.
@@ -80,17 +80,17 @@ def source_state(commit: str | None = None, root: Path = ROOT) -> dict:
     """Commit and state of the sources that are being measured.
 
     Args:
-        commit: as in ``environment``; used where ``root`` has no history of its own.
+        commit: as in ``environment``; believed before any history that ``root`` has.
         root: the checkout.
 
     Returns:
         ``{"commit": str, "dirty": bool}``, or nothing where it is not known.
     """
+    if commit is not None:
+        return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
     head = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
     if head is None:
-        if commit is None:
-            return {}
-        return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
+        return {}
     status = ["git", "-C", str(root), "status", "--porcelain", "--", *_MEASURED_PATHS]
     return {"commit": head, "dirty": _output(status) != ""}
 

@@ -48,6 +48,8 @@ def test_what_a_result_depends_on_makes_it_dirty(checkout, changed, dirty):
 def test_a_copy_without_history_takes_the_word_of_the_caller(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert environment.source_state(root=tmp_path) == {}
+    # a copy may also carry a history of its own, which says nothing
+    git(tmp_path, "init", "-q")
     assert environment.source_state("abc123", tmp_path) == {"commit": "abc123", "dirty": False}
     assert environment.source_state("abc-dirty", tmp_path) == {"commit": "abc", "dirty": True}
 

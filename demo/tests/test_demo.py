@@ -6,9 +6,10 @@ import re
 import pytest
 import torch
 
-from demo import layers
+from bench.timing import CallTimes, Sample
+from demo import clock, layers
 from demo.__main__ import main
-from demo.clock import Times
+from demo.clock import Clock, Times
 from demo.run import BACKENDS, Step, Told, best_backend
 from demo.show import conclusion, table
 
@@ -102,3 +103,56 @@ def test_the_table_shows_ratio_and_share():
 def test_the_state_alone_can_fail():
     _, code = conclusion({"KDA": told(1e-3, state_error=0.1)}, {}, CPU)
     assert code == 1
+
+
+@pytest.fixture
+def gpu_clock(monkeypatch) -> tuple[Clock, list[str]]:
+    """A clock that believes in a GPU and in FLA, and the methods it timed by."""
+    methods: list[str] = []
+
+    def whole_calls(call, **options) -> CallTimes:
+        methods.append("whole calls")
+        call()
+        return CallTimes(Sample(0.4, 0.0), Sample(9.0, 0.0))
+
+    def graph(calls) -> Sample:
+        methods.append("graph")
+        for call in calls:
+            call()
+        return Sample(0.2, 0.0)
+
+    def prefill(call, inputs, **constants):
+        assert call == "kda_prefill" and set(constants) == {"A_log", "dt_bias", "lower_bound"}
+        return lambda: None
+
+    def decode_baselines(case):
+        assert (case.op, case.B, case.T, case.HV) == ("kda_decode", 2, 1, 2)
+        return {"fla": lambda inputs: lambda: inputs.beta.shape == (2, 1, 2)}
+
+    monkeypatch.setattr(clock.timing, "copy_rate", lambda: Sample(4.0, 0.0))
+    monkeypatch.setattr(clock.timing, "call_times", whole_calls)
+    monkeypatch.setattr(clock.timing, "graph_time", graph)
+    monkeypatch.setattr(clock.baselines, "missing", lambda: None)
+    monkeypatch.setattr(clock.baselines, "prefill", prefill)
+    monkeypatch.setattr(clock.baselines, "decode_baselines", decode_baselines)
+    return Clock(torch.device("cuda")), methods
+
+
+def test_on_a_gpu_both_sides_are_timed_alike_beside_the_floor(gpu_clock, monkeypatch):
+    on_gpu, methods = gpu_clock
+    sizes = layers.Sizes(batch=2, prompt=3, new=1, heads=2, dim=16)
+    model = layers.KdaModel(sizes, CPU)
+    inputs = model.inputs(model.prompts())
+    times = on_gpu.prefill(model, "reference", inputs)
+    assert methods == ["whole calls", "whole calls"]
+    # q, k, v, g and o in bf16, beta in fp32, the final states in fp32, at 4 TB/s
+    nbytes = 2 * 3 * 2 * (5 * 16 * 2 + 4) + 2 * 2 * 16 * 16 * 4
+    assert times == Times(0.4, 0.4, pytest.approx(nbytes / 4e9))
+
+    methods.clear()
+    monkeypatch.setattr(model, "decode", lambda inputs, state, out, backend: out)
+    step, state = model.inputs(model.prompts()[:, :1]), model.new_state()
+    times = on_gpu.decode(model, "cute", step, state)
+    assert methods == ["graph", "graph"]
+    nbytes = 2 * 2 * (5 * 16 * 2 + 4) + 2 * 2 * 2 * 16 * 16 * 4
+    assert times == Times(0.2, 0.2, pytest.approx(nbytes / 4e9))
