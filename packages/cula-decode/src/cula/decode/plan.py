@@ -175,7 +175,7 @@ def _plan(
     chosen = choose_backend(call, backend, device, cute_missing=missing, fla_missing=fla_missing)
     if chosen == "cute":
         arch = arch_of(device)
-        config = _config(dims, sequences, form, inputs, states, arch)
+        config = kernel_config(dims, sequences, form, inputs, states, arch)
         return Plan(call, dims, sequences, form, chosen, "", arch, config)
     if device.type != "cuda":
         reason = f"the tensors are on {device}"
@@ -293,7 +293,7 @@ def _v_first(x: torch.Tensor) -> bool:
     return _dense_heads(x)
 
 
-def _config(
+def kernel_config(
     dims: Dims,
     sequences: int,
     form: KdaForm | LightningForm,
@@ -301,6 +301,7 @@ def _config(
     states: States,
     arch: str,
 ) -> DecodeConfig:
+    """What the kernel of such a call is compiled for; looks at shapes, strides and dtypes alone."""
     like = states.final if states.final is not None else states.state
     v_first = like is None or _v_first(like)
     single = dims.T == 1 and states.cu_seqlens is None and not states.per_token
