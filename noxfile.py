@@ -31,9 +31,9 @@ BUILD_TOOLS = ("build", "hatchling", "hatch-vcs", "setuptools-scm")
 # --- environments -------------------------------------------------------------------------------
 
 
-def has_nvidia_gpu() -> bool:
-    """Whether the NVIDIA driver's own tool is there; looks at no device."""
-    return shutil.which("nvidia-smi") is not None
+def fla_on_gpu() -> tuple[str, ...]:
+    """FLA, the baseline and fallback, where there is a GPU to run it (judged without touching it)."""
+    return ("fla-core",) if shutil.which("nvidia-smi") else ()
 
 
 def third_party(session: nox.Session) -> Path:
@@ -86,7 +86,7 @@ def prepare(session: nox.Session, *packages: str, tools: tuple[str, ...] = ()) -
 @nox.session
 def demo(session: nox.Session) -> None:
     """Prefill and generate with every family, checked against the reference."""
-    prepare(session, *PACKAGES, tools=("fla-core",) if has_nvidia_gpu() else ())
+    prepare(session, *PACKAGES, tools=fla_on_gpu())
     session.run("python", "-m", "demo", *session.posargs)
 
 
@@ -118,7 +118,7 @@ def tests(session: nox.Session) -> None:
 @nox.session(name="tests-repo", tags=["tests"])
 def tests_repo(session: nox.Session) -> None:
     """The repository's own tests: import direction, packaging, README examples, bench, demo."""
-    prepare(session, *PACKAGES, tools=BUILD_TOOLS)
+    prepare(session, *PACKAGES, tools=(*BUILD_TOOLS, *fla_on_gpu()))
     folders = [name for name in ("tests", "bench", "demo") if (ROOT / name).is_dir()]
     session.run("python", "-m", "pytest", *folders, *session.posargs)
 
@@ -128,7 +128,7 @@ def package_sessions(package: str) -> None:
 
     @nox.session(name=f"tests-{package}", tags=["tests"])
     def test(session: nox.Session) -> None:
-        prepare(session, *dict.fromkeys(("common", package)))
+        prepare(session, *dict.fromkeys(("common", package)), tools=fla_on_gpu())
         session.run("python", "-m", "pytest", f"packages/cula-{package}", *session.posargs)
 
     test.__doc__ = f"Tests of cula-{package}, with nothing but it and cula-common installed."
@@ -155,7 +155,7 @@ def bench_session(family: str) -> None:
 
     @nox.session(name=f"bench-{family}", tags=["bench"])
     def bench(session: nox.Session) -> None:
-        prepare(session, *PACKAGES, tools=("fla-core",) if has_nvidia_gpu() else ())
+        prepare(session, *PACKAGES, tools=fla_on_gpu())
         session.run("python", "-m", "bench", family, *session.posargs)
 
     bench.__doc__ = f"Benchmark {family} against the baselines and the hardware's floor."
