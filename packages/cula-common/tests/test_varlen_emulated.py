@@ -71,7 +71,7 @@ def launch(compiled, plan, cu, bits=64, blocks=None, **config):
 
 def draw_cu(draw, sequences, tokens):
     """Lengths of every kind, wrong ones too."""
-    kind = draw.choice(["any", "zeros", "none", "even", "wild"])
+    kind = draw.choice(["any", "zeros", "none", "even", "falling", "wild"])
     if kind == "any":
         inner = sorted(draw.randint(0, tokens) for _ in range(max(sequences - 1, 0)))
         return [0, *inner, tokens] if sequences else [0]
@@ -82,19 +82,25 @@ def draw_cu(draw, sequences, tokens):
         return cu
     if kind == "none":
         return [draw.randint(0, tokens)] * (sequences + 1)
-    if kind == "even":
-        return [n * tokens // max(sequences, 1) for n in range(sequences + 1)]
-    far = [-(2**63), 2**63 - 1, 2**31, 2**32, 2**32 + tokens // 2, -1]
+    if kind in ("even", "falling"):
+        even = [n * tokens // max(sequences, 1) for n in range(sequences + 1)]
+        return even if kind == "even" else even[::-1]
+    # What would be in range if its upper half were dropped, and what would not.
+    half = tokens // 2
+    far = [-(2**63), 2**63 - 1, 2**31, 2**32, 2**32 + half, -1, half - 2**32, -(2**31) - 9]
     return [
         draw.choice([draw.randint(-5, tokens + 5), draw.choice(far)]) for _ in range(sequences + 1)
     ]
 
 
-@pytest.mark.parametrize("config", [{}, WIDE, TILED], ids=["small", "wide", "tiled"])
-def test_tables_equal_the_twin(compiled, config):
+@pytest.mark.parametrize(
+    ("config", "most"), [({}, 128), (WIDE, 256), (TILED, 400)], ids=["small", "wide", "tiled"]
+)
+def test_tables_equal_the_twin(compiled, config, most):
     draw = random.Random(1)
     for _ in range(60):
-        sequences = draw.choice([0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, draw.randint(0, 128)])
+        edges = [0, 1, 2, 31, 32, 33, 127, 128, most]
+        sequences = draw.choice([*edges, draw.randint(0, most), draw.randint(0, most)])
         tokens = draw.choice([0, 1, 63, 64, 65, draw.randint(0, 300), draw.randint(0, 20000)])
         plan = VarlenPlan(
             sequences,

@@ -169,7 +169,7 @@ class ScheduleKernel:
                 chunk, full, short = befores
                 if cutlass.const_expr(i > 0):
                     chunk, full, short = [
-                        b + column[i - 1] for b, column in zip(befores, sums, strict=False)
+                        b + column[i - 1] for b, column in zip(befores, sums, strict=True)
                     ]
                 if sequence < rows * ROW:
                     keys[sequence] = counts[i][3]
@@ -201,8 +201,7 @@ class ScheduleKernel:
                     device.store4(workspace + i, header[i : i + 4])
         cute.arch.sync_threads()
 
-        # ---------------------------------------------------------------- chunks and full
-        # segments, a thread a row
+        # ---------------------------------------------------------------- a thread a row
         first = block * self.threads + thread
         step = blocks * self.threads
         for index in cutlass.range(first, chunk_rows, step, unroll=1):
@@ -228,15 +227,14 @@ class ScheduleKernel:
                 device.store4(row, [-1, 0, 0, 0])
                 device.store4(row + 4, [0, 0, 0, 0])
 
-        # ---------------------------------------------------------------- short segments: count
-        # who comes before
+        # ---------------------------------------------------------------- rank short segments
         for row in cutlass.range(block, rows, blocks, unroll=1):
             sequence = row * ROW + lane
             key = keys[sequence]
             ahead = Int32(0)
             for other in cutlass.range(warp, rows, self.warps, unroll=1):
-                # Of equal keys the earlier sequence comes first; within this row that is
-                # settled below.
+                # Of equal keys the earlier sequence comes first; in its own row that is settled
+                # below.
                 least = where(other < row, key, key + 1)
                 for i in cutlass.range_constexpr(0, ROW, 4):
                     for x in self.load_keys(keys, other * ROW + i):

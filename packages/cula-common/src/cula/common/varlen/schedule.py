@@ -25,9 +25,7 @@ class Schedule:
 
     @property
     def header(self) -> torch.Tensor:
-        """[16]: chunks, segments, end of the last sequence, zeros; from word 8 on eight tickets
-        at zero.
-        """
+        """[16]: chunks, segments, end of the last sequence, zeros; from word 8 the tickets."""
         return self.workspace[:HEADER_WORDS]
 
     @property
@@ -125,5 +123,7 @@ def build_schedule(
         from cula.common.jit import compiled
 
         config = plan.config(8 * cu_seqlens.element_size(), early_release=early_release)
-        compiled(config, arch_of(device))(cu_seqlens, workspace, *plan.launch_args)
+        launch = compiled(config, arch_of(device))
+        with torch.cuda.device(device):
+            launch(cu_seqlens, workspace, *plan.launch_args)
     return Schedule(plan, workspace)
