@@ -305,12 +305,13 @@ def kernel_config(
     like = states.final if states.final is not None else states.state
     v_first = like is None or _v_first(like)
     single = dims.T == 1 and states.cu_seqlens is None and not states.per_token
-    warps, v_per_thread = _tile(v_first, single, sequences * dims.HV)
+    warps, v_per_thread, lanes = _tile(v_first, single, sequences * dims.HV)
     common = {
         "K": dims.K,
         "V": dims.V,
         "warps": warps,
         "v_per_thread": v_per_thread,
+        "lanes": lanes,
         "io": _NAMES[inputs.q.dtype],
         "state": "fp32" if like is None else _NAMES[like.dtype],
         "v_first": v_first,
@@ -345,13 +346,13 @@ def kernel_config(
     )
 
 
-def _tile(v_first: bool, single: bool, units: int) -> tuple[int, int]:
-    """(warps, value channels a thread) of a block; DESIGN.md, Tiles, has the measurements."""
+def _tile(v_first: bool, single: bool, units: int) -> tuple[int, int, int]:
+    """(warps, value channels a thread, lanes a row) of a block; DESIGN.md, Tiles, has figures."""
     if not v_first:
-        return 4, 4
+        return 4, 4, 8
     if not single:
-        return 4, 2
-    return (8, 1) if units >= MANY_UNITS else (4, 1)
+        return 4, 4, 8
+    return (8, 1, 8) if units >= MANY_UNITS else (4, 1, 8)
 
 
 def _name(x: torch.Tensor | None) -> str | None:

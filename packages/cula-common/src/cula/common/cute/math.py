@@ -4,7 +4,6 @@ Built on the approximate special functions (ex2, lg2, rcp, rsqrt: about 2^-22 re
 approximation's error would add up: a decay factor multiplies a state thousands of times, so its error near 1 matters.
 """
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cutlass_dsl import select_
@@ -69,6 +68,34 @@ def rsqrt(x) -> Float32:
     return cute.math.rsqrt(x, fastmath=True)
 
 
-def group_sum(x, lanes: cutlass.Constexpr[int]) -> Float32:
+def group_sum(x, lanes: int) -> Float32:
     """Sum over groups of `lanes` neighbouring lanes; every lane of a group gets the same bits."""
     return cute.arch.warp_reduction_sum(x, threads_in_group=lanes)
+
+
+def scattered_sums(values: list, lane, lanes: int) -> Float32:
+    """Sums of several values over groups of `lanes` lanes, one sum a lane.
+
+    Lane l of a group gets the sum of `values[l // (lanes // len(values))]`. Half the values move in
+    each step, so n sums cost n - 1 shuffles and a few, where n times `group_sum` costs
+    n log2(lanes).
+
+    Args:
+        values: a power of two of them, at most `lanes`.
+        lane: this lane's index, in the warp or the group.
+    """
+    offset = lanes // 2
+    while len(values) > 1:
+        half = len(values) // 2
+        upper = (lane & offset) != 0
+        values = [
+            select(upper, high, low)
+            + cute.arch.shuffle_sync_bfly(select(upper, low, high), offset=offset)
+            for low, high in zip(values[:half], values[half:], strict=True)
+        ]
+        offset //= 2
+    total = values[0]
+    while offset > 0:
+        total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
+        offset //= 2
+    return total

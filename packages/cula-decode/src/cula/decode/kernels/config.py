@@ -21,6 +21,7 @@ class DecodeConfig:
     V: int
     warps: int
     v_per_thread: int
+    lanes: int
     io: str
     state: str
     v_first: bool

@@ -34,14 +34,18 @@ DTYPES = {
 }
 
 
-def fake(dtype: str | None, outer: tuple, inner: tuple[int, ...] = (), align: int | None = None):
-    """A stand-in for a tensor whose `inner` extents are static and contiguous; all other strides are free."""
+def fake(dtype: str | None, sizes: tuple, align: int | None = None, v_first: bool = True):
+    """A stand-in for a tensor. Sizes known when compiling are its last ones, and lie densely; all
+    other strides are free. v_first: False swaps the last two in memory."""
     if dtype is None:
         return None
+    known = [size for size in sizes if isinstance(size, int)]
+    dense = [math.prod(known[i + 1 :]) for i in range(len(known))]
+    if not v_first:
+        dense = [1, known[0]]
     multiple = 1 if align is None else align * 8 // DTYPES[dtype].width
-    strides = tuple(cute.sym_int64(divisibility=multiple) for _ in outer)
-    compact = tuple(math.prod(inner[i + 1 :]) for i in range(len(inner)))
-    return make_fake_tensor(DTYPES[dtype], outer + inner, strides + compact, assumed_align=align)
+    free = [cute.sym_int64(divisibility=multiple) for _ in sizes[len(known) :]]
+    return make_fake_tensor(DTYPES[dtype], sizes, (*free, *dense), assumed_align=align)
 
 
 class DecodeKernel:
@@ -52,11 +56,14 @@ class DecodeKernel:
     def __init__(self, config):
         self.config = config
         self.stage = 1 if config.single else STAGE
+        import os
+        self.min_blocks = int(os.environ.get("MINB", "0"))
         self.tile = StateTile(
             K=config.K,
             V=config.V,
             warps=config.warps,
             v_per_thread=config.v_per_thread,
+            lanes=config.lanes,
             v_first=config.v_first,
             itemsize=DTYPES[config.state].width // 8,
         )
@@ -68,23 +75,21 @@ class DecodeKernel:
         B, T, H, HV, N, slots = (cute.sym_int() for _ in range(6))
         if c.cu_seqlens is None:
             N = B
-        state = (c.V, c.K) if c.v_first else (c.K, c.V)
-
-        def states(count, present):
-            return fake(c.state if present else None, (count, HV), state, align=16)
+        def states(*outer, present=True):
+            return fake(c.state if present else None, (*outer, HV, c.V, c.K), 16, c.v_first)
 
         return (
-            fake(c.io, (B, T, H), (c.K,)),
-            fake(c.io, (B, T, H), (c.K,)),
-            fake(c.io, (B, T, HV), (c.V,)),
+            fake(c.io, (B, T, H, c.K)),
+            fake(c.io, (B, T, H, c.K)),
+            fake(c.io, (B, T, HV, c.V)),
             *self.fake_gates(B, T, HV),
-            states(slots, c.reads or c.writes == "in_place"),
-            states(N, c.writes == "separate"),
+            states(slots, present=c.reads or c.writes == "in_place"),
+            states(N, present=c.writes == "separate"),
             fake(c.state_indices, (N, cute.sym_int()) if c.slot_per_token else (N,)),
             fake(c.num_accepted_tokens, (N,)),
             fake(c.cu_seqlens, (cute.sym_int(),)),
-            fake(c.state if c.token_states else None, (B, T, HV), state, align=16),
-            fake(c.io, (B, T, HV), (c.V,)),
+            states(B, T, present=c.token_states),
+            fake(c.io, (B, T, HV, c.V)),
             Float32(1.0),
             Float32(0.0),
             make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -137,6 +142,8 @@ class DecodeKernel:
             block=[tile.threads, 1, 1],
             stream=stream,
             use_pdl=self.config.pdl,
+            min_blocks_per_mp=self.min_blocks,
+            preferred_smem_carveout=25 if self.min_blocks else None,
         )
 
     # ------------------------------------------------------------------ device
@@ -208,8 +215,9 @@ class DecodeKernel:
                 if cutlass.const_expr(self.config.single):
                     inputs.publish(gate, shared, tokens, Int32(0), count)
                     cute.arch.sync_threads()
-                    o = self.step(rS, shared, 0, gate, scale, thread)
-                    store_row(self, gO, t0, v0, thread, o)
+                    j, o, mine = self.step(rS, shared, 0, gate, scale, thread)
+                    if mine:
+                        gO[t0, v0 + tile.v_of(thread, j)] = mO.element_type(o)
                     if cutlass.const_expr(self.config.token_states):
                         self.save(matrix(mTS, b, t0, hv), thread, v0, rS)
                 else:
@@ -218,8 +226,9 @@ class DecodeKernel:
                         cute.arch.sync_threads()
                         last = cutlass.min(first + self.stage, count)
                         for t in cutlass.range(first, last, unroll=1):
-                            o = self.step(rS, shared, t - first, gate, scale, thread)
-                            store_row(self, gO, t0 + t, v0, thread, o)
+                            j, o, mine = self.step(rS, shared, t - first, gate, scale, thread)
+                            if mine:
+                                gO[t0 + t, v0 + tile.v_of(thread, j)] = mO.element_type(o)
                             if cutlass.const_expr(self.config.token_states):
                                 self.save(matrix(mTS, b, t0 + t, hv), thread, v0, rS)
                             if cutlass.const_expr(
@@ -379,19 +388,6 @@ def store_where(
 ):
     if condition:
         tensor[token, column] = value
-
-
-@cute.jit
-def store_row(
-    kernel: cutlass.Constexpr, gO: cute.Tensor, t: Int32, v0: Int32, thread: Int32, o: list
-):
-    """Writes a token's outputs: after the sums over K all eight lanes of a group know them; lane j writes channel j."""
-    tile, lane = kernel.tile, thread % 8
-    value = o[0]
-    for j in cutlass.range_constexpr(1, tile.v_per_thread):
-        value = device_math.select(lane == j, o[j], value)
-    if lane < tile.v_per_thread:
-        gO[t, v0 + tile.v_of(thread, 0) + lane] = gO.element_type(value)
 
 
 def row(tensor, i):

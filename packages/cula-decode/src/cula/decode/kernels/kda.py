@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from cula.common.cute import math
-from cula.decode.kernels.decode import DecodeKernel, fake, row, store_if
+from cula.decode.kernels.decode import DecodeKernel, fake, store_if
 
 
 class KdaDecode(DecodeKernel):
@@ -19,12 +19,12 @@ class KdaDecode(DecodeKernel):
 
     def fake_gates(self, B, T, HV) -> tuple:
         c = self.config
-        bias = ((cute.sym_int(),), ()) if c.flat_bias else ((HV,), (c.K,))
+        bias = (cute.sym_int(),) if c.flat_bias else (HV, c.K)
         return (
-            fake(c.g, (B, T, HV), (c.K,)),
+            fake(c.g, (B, T, HV, c.K)),
             fake(c.beta_dtype, (B, T, HV)),
             fake(c.A_log, (HV,)),
-            fake(c.dt_bias, *bias),
+            fake(c.dt_bias, bias),
         )
 
     def gate(self, mG, mBeta, mA, mBias, b, hv, lower_bound):
@@ -38,30 +38,40 @@ class KdaDecode(DecodeKernel):
         )
 
     def step(self, rS, shared, token, gate, scale, thread):
-        """One token: updates rS, returns the outputs of the thread's value channels."""
+        """One token: updates rS. Returns a row of the thread's, its output, and whether to store it."""
         tile = self.tile
         kk, qq, kq, beta = shared.totals(token)
+        # the norms' factors go onto the sums over K, not onto every entry of k and q
         k_scale, q_scale = Float32(1.0), scale
         if self.config.l2norm:
             k_scale = math.rsqrt(kk + Float32(1e-6))
             q_scale = math.rsqrt(qq + Float32(1e-6)) * scale
-        kq = kq * k_scale * q_scale
-        k = [x * k_scale for x in tile.gather(row(shared.k, token), thread)]
-        q = [x * q_scale for x in tile.gather(row(shared.q, token), thread)]
-        decay = tile.gather(row(shared.decay, token), thread)
-        o = []
-        for j in range(tile.v_per_thread):
-            sk, sq = Float32(0.0), Float32(0.0)
-            for i in range(tile.k_per_thread):
-                s = rS[j, i] * decay[i]
-                rS[j, i] = s
-                sk, sq = sk + s * k[i], sq + s * q[i]
-            sk, sq = math.group_sum(sk, 8), math.group_sum(sq, 8)
-            delta = beta * (shared.v[token, tile.v_of(thread, j)] - sk)
-            o.append(sq + delta * kq)
-            for i in range(tile.k_per_thread):
-                rS[j, i] = rS[j, i] + delta * k[i]
-        return o
+        rows = range(tile.v_per_thread)
+        sk, sq = [Float32(0.0) for _ in rows], [Float32(0.0) for _ in rows]
+        for piece in tile.pieces():
+            k = tile.gather(shared.k, token, thread, piece)
+            q = tile.gather(shared.q, token, thread, piece)
+            decay = tile.gather(shared.decay, token, thread, piece)
+            for j in rows:
+                for e, i in enumerate(piece):
+                    s = rS[j, i] * decay[e]
+                    rS[j, i] = s
+                    sk[j], sq[j] = sk[j] + s * k[e], sq[j] + s * q[e]
+        # one sum a lane: of a row's pair of lanes, the first learns delta, the second the output
+        lane = thread % tile.lanes
+        sums = [x for pair in zip(sk, sq, strict=True) for x in pair]
+        total, span = math.scattered_sums(sums, lane, tile.lanes), tile.lanes // len(sums)
+        v = shared.v[token, tile.v_of(thread, lane // (2 * span))]
+        delta = beta * (v - total * k_scale) * k_scale
+        o = (total + cute.arch.shuffle_sync_bfly(delta, offset=span) * kq) * q_scale
+        first = cute.arch.lane_idx() - lane
+        deltas = [cute.arch.shuffle_sync(delta, first + 2 * span * j) for j in rows]
+        for piece in tile.pieces():  # k is read again: keeping it would cost registers
+            k = tile.gather(shared.k, token, thread, piece)
+            for j in rows:
+                for e, i in enumerate(piece):
+                    rS[j, i] = rS[j, i] + deltas[j] * k[e]
+        return lane // (2 * span), o, lane % (2 * span) == span
 
 
 class KdaGate:

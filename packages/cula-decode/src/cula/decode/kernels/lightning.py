@@ -7,7 +7,7 @@ Per value channel: o = scale (e^g s.q + v k.q), and the row becomes e^g s + v k.
 from cutlass import Float32
 
 from cula.common.cute import math
-from cula.decode.kernels.decode import DecodeKernel, fake, row
+from cula.decode.kernels.decode import DecodeKernel, fake
 
 
 class LightningDecode(DecodeKernel):
@@ -22,20 +22,24 @@ class LightningDecode(DecodeKernel):
         return LightningGate(mG[hv])
 
     def step(self, rS, shared, token, gate, scale, thread):
-        """One token: updates rS, returns the outputs of the thread's value channels."""
+        """One token: updates rS. Returns a row of the thread's, its output, and whether to store it."""
         tile = self.tile
         _, _, kq, _ = shared.totals(token)
-        k = tile.gather(row(shared.k, token), thread)
-        q = tile.gather(row(shared.q, token), thread)
-        o = []
-        for j in range(tile.v_per_thread):
-            v, sq = shared.v[token, tile.v_of(thread, j)], Float32(0.0)
-            for i in range(tile.k_per_thread):
-                s = rS[j, i] * gate.decay
-                sq = sq + s * q[i]
-                rS[j, i] = s + v * k[i]
-            o.append((math.group_sum(sq, 8) + v * kq) * scale)
-        return o
+        rows = range(tile.v_per_thread)
+        v = [shared.v[token, tile.v_of(thread, j)] for j in rows]
+        sq = [Float32(0.0) for _ in rows]
+        for piece in tile.pieces():
+            k = tile.gather(shared.k, token, thread, piece)
+            q = tile.gather(shared.q, token, thread, piece)
+            for j in rows:
+                for e, i in enumerate(piece):
+                    s = rS[j, i] * gate.decay
+                    sq[j] = sq[j] + s * q[e]
+                    rS[j, i] = s + v[j] * k[e]
+        lane, span = thread % tile.lanes, tile.lanes // tile.v_per_thread
+        j = lane // span
+        o = math.scattered_sums(sq, lane, tile.lanes) + shared.v[token, tile.v_of(thread, j)] * kq
+        return j, o * scale, lane % span == 0
 
 
 class LightningGate:

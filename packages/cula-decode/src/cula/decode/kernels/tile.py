@@ -19,8 +19,6 @@ from cutlass import Float32
 
 from cula.common.cute import vector
 
-LANES_PER_ROW = 8
-
 
 @dataclass(frozen=True)
 class StateTile:
@@ -30,6 +28,7 @@ class StateTile:
     V: int
     warps: int
     v_per_thread: int
+    lanes: int
     v_first: bool
     itemsize: int
 
@@ -40,7 +39,7 @@ class StateTile:
     @property
     def rows(self) -> int:
         """Value channels of one block."""
-        return 4 * self.v_per_thread * self.warps
+        return 32 // self.lanes * self.v_per_thread * self.warps
 
     @property
     def blocks_per_head(self) -> int:
@@ -48,7 +47,7 @@ class StateTile:
 
     @property
     def k_per_thread(self) -> int:
-        return self.K // LANES_PER_ROW
+        return self.K // self.lanes
 
     @property
     def vector(self) -> int:
@@ -58,11 +57,11 @@ class StateTile:
     def k_of(self, lane, i: int):
         """The K index of a thread's i-th entry."""
         piece, within = divmod(i, self.vector)
-        return piece * LANES_PER_ROW * self.vector + (lane % LANES_PER_ROW) * self.vector + within
+        return piece * self.lanes * self.vector + (lane % self.lanes) * self.vector + within
 
     def v_of(self, thread, j: int):
         """The value channel, counted within the block, of a thread's j-th row."""
-        return (thread // LANES_PER_ROW) * self.v_per_thread + j
+        return (thread // self.lanes) * self.v_per_thread + j
 
     def registers(self):
         """Register tensor (v_per_thread, k_per_thread), float32."""
@@ -75,7 +74,7 @@ class StateTile:
             for j in range(self.v_per_thread):
                 row = pointer + (v + j) * self.K + self.k_of(thread, 0)
                 for i in range(0, self.k_per_thread, self.vector):
-                    piece = row + i * LANES_PER_ROW
+                    piece = row + i * self.lanes
                     for e, x in enumerate(vector.load_floats(piece, dtype, self.vector, **hints)):
                         rS[j, i + e] = x
         else:
@@ -92,18 +91,18 @@ class StateTile:
                 row = pointer + (v + j) * self.K + self.k_of(thread, 0)
                 for i in range(0, self.k_per_thread, self.vector):
                     values = [rS[j, i + e] for e in range(self.vector)]
-                    vector.store_floats(row + i * LANES_PER_ROW, dtype, values, **hints)
+                    vector.store_floats(row + i * self.lanes, dtype, values, **hints)
         else:
             for i in range(self.k_per_thread):
                 values = [rS[j, i] for j in range(self.v_per_thread)]
                 piece = pointer + self.k_of(thread, i) * self.V + v
                 vector.store_floats(piece, dtype, values, **hints)
 
-    def gather(self, row, thread):
-        """This thread's K entries of a K-vector in shared memory, as Float32 values. row: pointer to Float32."""
-        width = min(self.vector, 4)
-        return [
-            x
-            for i in range(0, self.k_per_thread, width)
-            for x in vector.load_shared(row + self.k_of(thread, i), width)
-        ]
+    def pieces(self) -> list[range]:
+        """A thread's K entries by fours, which lie together (eights in a bfloat16 state are two)."""
+        return [range(i, i + 4) for i in range(0, self.k_per_thread, 4)]
+
+    def gather(self, table, token, thread, piece: range) -> list:
+        """Those entries of a staged token's row, as Float32 values."""
+        start = table[token, None].iterator + self.k_of(thread, piece.start)
+        return vector.load_shared(start, len(piece))
