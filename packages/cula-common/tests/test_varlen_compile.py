@@ -15,12 +15,10 @@ pytestmark = pytest.mark.skipif(missing_compiler() is not None, reason=str(missi
 SCRIPT = r"""
 import json, pathlib, re, sys, tempfile
 from cula.common.jit import compile_kernel
-from cula.common.varlen import VarlenPlan
+from cula.common.varlen import schedule_configs
 
 arch, found = sys.argv[1], []
-early = arch != "sm_80"
-for sequences, bits, early in (20, 32, False), (20, 64, early), (500, 64, False), (5000, 64, False):
-    config = VarlenPlan(sequences, 10000, 64).config(bits, early_release=early)
+for config in schedule_configs(64, early_release=arch != "sm_80"):
     with tempfile.TemporaryDirectory() as folder:
         remarks = pathlib.Path(folder) / "remarks.yaml"
         compile_kernel(
@@ -49,7 +47,7 @@ def test_no_spills(arch):
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 4
+    assert len(found) == 6
     for kernel in found:
         assert kernel["spilled"] == 0
         assert kernel["registers"] * kernel["threads"] <= 65536

@@ -13,6 +13,7 @@ from cula.common.varlen import (
     choose_segment_chunks,
     chunk_rows,
     clamped_starts,
+    schedule_configs,
     segment_rows,
 )
 from cula.common.varlen.twin import workspace_words
@@ -138,8 +139,9 @@ def test_scratch_only_beyond_shared_memory():
 
 def test_compile_key_is_coarse():
     """One kernel for all batches of up to 128 sequences, one up to 4096, one beyond."""
-    keys = {VarlenPlan(n, 64 * n + 5, 64, heads=n + 1).config(64) for n in range(5000)}
-    assert len(keys) == 3
+    keys = {VarlenPlan(n, 9 * n, 64, heads=n + 1).config(b) for n in range(5000) for b in (32, 64)}
+    assert len(keys) == 6
+    assert keys == set(schedule_configs(64))
 
 
 @pytest.mark.parametrize("segment_chunks", [0, 1, 2, 3, 100])

@@ -13,7 +13,7 @@ cu_seqlens) need neither: `FixedPlan` and `device.fixed_segment`. DESIGN.md desc
 
 from cula.common.varlen.config import ScheduleConfig
 from cula.common.varlen.fixed import FixedPlan
-from cula.common.varlen.plan import VarlenPlan, choose_segment_chunks
+from cula.common.varlen.plan import VarlenPlan, choose_segment_chunks, schedule_configs
 from cula.common.varlen.schedule import Schedule, build_schedule
 from cula.common.varlen.twin import ChunkRow, SegmentRow, chunk_rows, clamped_starts, segment_rows
 
@@ -28,5 +28,6 @@ __all__ = [
     "choose_segment_chunks",
     "chunk_rows",
     "clamped_starts",
+    "schedule_configs",
     "segment_rows",
 ]

@@ -206,6 +206,15 @@ class VarlenPlan:
         return self.sequences <= ROW
 
 
+def schedule_configs(chunk: int, *, early_release: bool = False) -> list[ScheduleConfig]:
+    """Every kernel that plans of this chunk size can ask for, to compile them ahead of time."""
+    return [
+        VarlenPlan(n, n, chunk).config(bits, early_release=early_release)
+        for n in (SMALL_SEQUENCES, SHARED_SEQUENCES, SHARED_SEQUENCES + 1)
+        for bits in (32, 64)
+    ]
+
+
 def choose_segment_chunks(
     *,
     tokens: int,
