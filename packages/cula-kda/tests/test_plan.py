@@ -176,7 +176,13 @@ import torch, cula.kda, cula.kda.upstream, cula.kda.cases
 x = torch.randn(1, 5, 1, 8)
 assert cula.kda.chunk_kda(x, x, x, -x.abs(), x[..., 0])[0].isfinite().all()
 assert not torch.cuda.is_initialized()
-sys.modules["cula.decode"] = None
+
+class NoDecode:
+    def find_spec(self, name, path=None, target=None):
+        if name == "cula.decode":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NoDecode())
 for name in ("kda_decode", "fused_recurrent_kda"):
     try:
         getattr(cula.kda, name)

@@ -258,6 +258,18 @@ def test_strided_inputs_and_output() -> None:
     assert same_bits(kda_prefill(**copies), o.contiguous())
 
 
+@pytest.mark.parametrize("heads", [1, 3, 12, 96])
+def test_every_head_and_channel_has_its_own_gate(oracle, heads: int) -> None:
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(1, 30, heads, 8) for _ in range(4))
+    inputs = {"q": q, "k": k, "v": v, "g": g, "beta": torch.rand(1, 30, heads)}
+    inputs |= {"A_log": torch.randn(heads), "dt_bias": torch.randn(heads * 8)}
+    inputs["state"] = torch.randn(1, heads, 8, 8)
+    want = expected(oracle, inputs)
+    assert_close("o", kda_prefill(**inputs), want.o, 2e-6)
+    assert_close("state", inputs["state"].mT, want.final, 2e-6)
+
+
 def test_index_dtypes_agree() -> None:
     case = Case((20, 0, 31), varlen=True, K=32, V=16)
     wide, narrow = (make_inputs(case) for _ in range(2))

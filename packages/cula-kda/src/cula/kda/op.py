@@ -151,7 +151,7 @@ def chunk_kda(
     Every keyword of FLA 0.4.2 to 0.6 is accepted, in 0.6's order; others raise TypeError (FLA drops
     them silently). Gradients, ``cp_context`` and ``use_graph`` are served by FLA where it is
     installed; gradients otherwise by the reference. What fails in FLA by assertion fails here with
-    ValueError.
+    ValueError, and so do q, k, v of different dtypes and a ``lower_bound`` outside [-5, 0).
 
     Args:
         q, k: ``[B, T, H, K]``, bfloat16, float16 or float32.
@@ -191,9 +191,15 @@ def chunk_kda(
     """
     require_tensor("q", q, shape=[None] * 4, dims="[B, T, H, K]")
     require_tensor("v", v, shape=[None] * 4, dims="[B, T, HV, V]")
-    given = {"k": k, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
-    given |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    for arg, x in given.items():
+    for arg, x in (
+        ("k", k),
+        ("g", g),
+        ("beta", beta),
+        ("A_log", A_log),
+        ("dt_bias", dt_bias),
+        ("initial_state", initial_state),
+        ("cu_seqlens", cu_seqlens),
+    ):
         if x is not None:
             require_tensor(arg, x)
     if transpose_state_layout is not None:
@@ -221,6 +227,7 @@ def chunk_kda(
         )
     if not use_gate_in_kernel:
         A_log = dt_bias = None
+    # In the order of the operator's arguments.
     form = {
         "scale": scale,
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
