@@ -26,6 +26,14 @@ def test_rel_error_against_zero_is_large():
     assert testing.rel_error(torch.ones(3), torch.zeros(3)) == pytest.approx(1e8)
 
 
+def test_rel_error_in_pieces(monkeypatch):
+    x, ref = torch.randn(5, 7), torch.randn(5, 7)
+    whole = testing.rel_error(x, ref)
+    monkeypatch.setattr(testing, "_PIECE", 4)
+    assert testing.rel_error(x, ref) == pytest.approx(whole, rel=1e-12)
+    assert testing.rel_error(x.t(), ref.t()) == pytest.approx(whole, rel=1e-12)
+
+
 def test_nan_is_never_close():
     bad, good = torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0])
     assert math.isnan(testing.rel_error(bad, good))

@@ -2,6 +2,8 @@
 
 __all__ = ["__version__"]
 
+__version__: str
+
 
 def __getattr__(name: str) -> str:
     # Looked up when asked for: reading the metadata takes longer than importing everything here.

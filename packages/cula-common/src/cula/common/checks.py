@@ -59,12 +59,12 @@ def require_tensor(
 
 
 def require_cu_seqlens(
-    cu_seqlens: object,
+    cu_seqlens: torch.Tensor,
     *,
     batch: int,
     tokens: int,
     device: torch.device,
-    cu_seqlens_cpu: object = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
     validate: bool = False,
 ) -> int:
     """Check cumulative sequence lengths and return the number of sequences N.

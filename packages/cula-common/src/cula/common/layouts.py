@@ -48,7 +48,7 @@ def has_dense_slots(state: torch.Tensor) -> bool:
 
 def require_state(
     arg: str,
-    state: object,
+    state: torch.Tensor,
     *,
     slots: int | None,
     heads: int,

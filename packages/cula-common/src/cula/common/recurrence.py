@@ -59,11 +59,11 @@ def kda_log_decay(
     x = g.to(dtype)
     if dt_bias is not None:
         x = x + dt_bias.to(dtype).reshape(g.shape[-2:])
-    rate = None if A_log is None else A_log.to(dtype).exp().unsqueeze(-1)
+    rate = 1.0 if A_log is None else A_log.to(dtype).exp().unsqueeze(-1)
     if lower_bound is None:
         # log(e^x + e^0) is softplus without the cut-off to a line that F.softplus makes.
         return -rate * torch.logaddexp(x, torch.zeros_like(x))
-    return lower_bound * torch.sigmoid(x if rate is None else rate * x)
+    return lower_bound * torch.sigmoid(rate * x)
 
 
 def kda_steps(

@@ -1,9 +1,12 @@
 """How results are judged, and how stray reads and writes are caught."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+_PIECE = 1 << 24  # elements
 
 
 def rel_error(x: torch.Tensor, ref: torch.Tensor) -> float:
@@ -19,9 +22,14 @@ def rel_error(x: torch.Tensor, ref: torch.Tensor) -> float:
         raise ValueError(f"x: shape {list(x.shape)}; must be the reference's, {list(ref.shape)}")
     if x.numel() == 0:
         return 0.0
-    x, ref = x.detach().to("cpu", torch.float64), ref.detach().to("cpu", torch.float64)
-    rms_error = (x - ref).square().mean().sqrt()
-    return float(rms_error / (ref.square().mean().sqrt() + 1e-8))
+    x, ref = x.detach().flatten(), ref.detach().to(x.device).flatten()
+    difference = power = 0.0
+    # In pieces: a float64 copy of a whole activation can be larger than the memory.
+    for part, want in zip(x.split(_PIECE), ref.split(_PIECE), strict=True):
+        want = want.to(torch.float64)
+        difference += float((part.to(torch.float64) - want).square().sum())
+        power += float(want.square().sum())
+    return math.sqrt(difference / x.numel()) / (math.sqrt(power / x.numel()) + 1e-8)
 
 
 def assert_close(name: str, x: torch.Tensor, ref: torch.Tensor, tol: float) -> float:
