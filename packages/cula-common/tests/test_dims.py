@@ -24,7 +24,7 @@ def test_sizes() -> None:
 def test_empty_batches_are_fine(shape: tuple[int, int]) -> None:
     x = torch.zeros(*shape, 1, 4, dtype=torch.float16)
     dims = dims_of(x, x, x)
-    assert [dims.B, dims.T] == list(shape)
+    assert dims == Dims(*shape, H=1, HV=1, K=4, V=4)
 
 
 @pytest.mark.parametrize(
