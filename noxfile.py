@@ -32,7 +32,7 @@ BUILD_TOOLS = ("build", "hatchling", "hatch-vcs", "setuptools-scm")
 
 
 def fla_on_gpu() -> tuple[str, ...]:
-    """FLA, the baseline and fallback, where there is a GPU to run it (judged without touching it)."""
+    """FLA, the baseline and a fallback, where there is a GPU to run it."""
     return ("fla-core",) if shutil.which("nvidia-smi") else ()
 
 
@@ -101,8 +101,8 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def typecheck(session: nox.Session) -> None:
-    """Pyright's basic rules over the host code (kernel files are read by the CuTe DSL compiler)."""
-    # basedpyright is pyright with its Node.js runtime as a wheel: nothing is downloaded at first use
+    """Pyright's basic rules over the host code (device code is CuTe DSL's to check)."""
+    # basedpyright is pyright with Node.js as a wheel: it downloads nothing at first use.
     prepare(session, *PACKAGES, tools=("basedpyright",))
     session.run("basedpyright", *session.posargs)
 
