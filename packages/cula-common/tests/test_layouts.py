@@ -37,6 +37,9 @@ def test_dense_slots():
     assert layouts.has_dense_slots(pool[::2])
     assert layouts.has_dense_slots(pool[1:1])
     assert layouts.has_dense_slots(pool[:1].expand(1, 2, 4, 8))
+    # Strides of dimensions of size 1 say nothing.
+    assert layouts.has_dense_slots(torch.zeros(64).as_strided((2, 1, 4, 8), (32, 3, 8, 1)))
+    assert layouts.has_dense_slots(torch.zeros(64).as_strided((2, 2, 4, 1), (8, 4, 1, 9)))
 
 
 def test_slots_that_are_not_dense():
