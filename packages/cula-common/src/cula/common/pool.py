@@ -172,12 +172,10 @@ def require_checkpoints(
     """
     if checkpoints is None and interval is None:
         return
-    require(
-        checkpoints is not None and interval is not None,
-        "checkpoint_interval" if interval is None else "checkpoints",
-        None,
-        "checkpoints and checkpoint_interval are given together or not at all",
-    )
+    if checkpoints is None or interval is None:
+        arg = "checkpoints" if checkpoints is None else "checkpoint_interval"
+        rule = "checkpoints and checkpoint_interval are given together or not at all"
+        raise ValueError(f"{arg}: None; {rule}")
     require(
         isinstance(interval, int) and interval > 0 and interval % CHECKPOINT_UNIT == 0,
         "checkpoint_interval",

@@ -4,6 +4,7 @@ The recurrence is that of Kimi Team, "Kimi Linear" (2025).
 """
 
 import warnings
+from typing import Any
 
 import torch
 
@@ -145,7 +146,7 @@ def chunk_kda(
     chunk_size: int = 64,
     transpose_state_layout: bool | None = None,
     backend: str = "auto",
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Any, ...]:
     """Kimi Delta Attention with the signature and meaning of FLA 0.6's ``fla.ops.kda.chunk_kda``.
 
     Every keyword of FLA 0.4.2 to 0.6 is accepted, in 0.6's order; others raise TypeError (FLA drops

@@ -75,7 +75,7 @@ def _prefill(
         out.copy_(result.o.view(out.shape))
         if state is not None:
             store_states(state, state_indices, to_v_first(result.final))
-        if checkpoints is not None:
+        if checkpoints is not None and checkpoint_interval is not None:
             store_checkpoints(checkpoints, checkpoint_interval, result.marks)
 
 
@@ -143,7 +143,7 @@ def _chunk(
             intermediate_states=h is not None,
         )
         for target, result in zip((out, final_state, h), results, strict=True):
-            if target is not None:
+            if target is not None and result is not None:
                 target.copy_(result)
 
 
@@ -225,7 +225,7 @@ def chunk_by_fallback(
     use_graph: bool,
     max_num_seqs: int | None,
     backend: str,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """What is not ours: gradients, context parallelism, FLA's capture mode."""
     only_fla = None
     if cp_context is not None:

@@ -12,6 +12,8 @@ What differs, and why:
 - `chunk_indices` is accepted and not needed. Other unknown keywords raise TypeError.
 """
 
+from typing import Any
+
 import torch
 
 from cula.common.checks import needs_grad, require
@@ -39,7 +41,7 @@ def chunk_kda(
     *,
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Any, ...]:
     """Upstream's differentiable `chunk_kda`: states are K-first ``[N, HV, K, V]``, float32.
 
     Arguments, results and errors are those of `cula.kda.chunk_kda`; the positional order is
@@ -99,7 +101,7 @@ def kda_prefill_hopper(
         TypeError, ValueError: as `cula.kda.chunk_kda`.
     """
     _require_inference("kda_prefill_hopper", q, k, v, g, beta, initial_state, A_log, dt_bias)
-    return op.chunk_kda(
+    o, final_state = op.chunk_kda(
         q,
         k,
         v,
@@ -117,6 +119,7 @@ def kda_prefill_hopper(
         A_log=A_log,
         dt_bias=dt_bias,
     )
+    return o, final_state
 
 
 def flash_kda_prefill(
@@ -143,7 +146,7 @@ def flash_kda_prefill(
     Otherwise as `kda_prefill_hopper`.
     """
     _require_inference("flash_kda_prefill", q, k, v, g, beta, initial_state, A_log, dt_bias)
-    return op.chunk_kda(
+    o, final_state = op.chunk_kda(
         q,
         k,
         v,
@@ -160,6 +163,7 @@ def flash_kda_prefill(
         A_log=A_log,
         dt_bias=dt_bias,
     )
+    return o, final_state
 
 
 def _require_inference(call: str, *tensors: torch.Tensor | None) -> None:

@@ -5,6 +5,7 @@ FLA's simple GLA with a decay per head is the same recurrence; it takes any such
 """
 
 import inspect
+from typing import Any
 
 import torch
 
@@ -33,8 +34,8 @@ def chunk(
     cu_seqlens: torch.Tensor | None = None,
     cu_seqlens_cpu: torch.Tensor | None = None,
     chunk_size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """FLA's `chunk_simple_gla`, differentiable: (o, K-first final state).
+) -> tuple[torch.Tensor, Any]:
+    """FLA's `chunk_simple_gla`, differentiable: (o, K-first final state or None).
 
     FLA has no grouped value heads here, so q and k are repeated for them. `chunk_size` only sets
     FLA's tile; versions that choose it themselves do not get it.

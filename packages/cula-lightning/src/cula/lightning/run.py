@@ -57,7 +57,7 @@ def _prefill(
         out.copy_(result.o.view(out.shape))
         if state is not None:
             store_states(state, state_indices, to_v_first(result.final))
-        if checkpoints is not None:
+        if checkpoints is not None and checkpoint_interval is not None:
             store_checkpoints(checkpoints, checkpoint_interval, result.marks)
 
 
@@ -103,7 +103,7 @@ def _chunk(
             chunk_size=chunk_size,
         )
         for target, result in zip((out, final_state), results, strict=True):
-            if target is not None:
+            if target is not None and result is not None:
                 target.copy_(result)
 
 
