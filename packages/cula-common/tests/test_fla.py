@@ -291,10 +291,11 @@ def test_errors_pass_and_leave_the_context_clean(install):
 
 def test_torch_compile_does_not_trace_into_it(install):
     install("0.6")
-    compiled = torch.compile(lambda x: x + fla.fla_function(PATH)(1)[1], backend="eager")
+    function = fla.fla_function(PATH)
+    compiled = torch.compile(lambda x: x + function(1)[1], backend="eager")
     assert compiled(torch.zeros(1)).item() == 1.0
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(fla.fla_function(PATH), fullgraph=True, backend="eager")(1)
+        torch.compile(lambda x: x + function(1)[1], fullgraph=True, backend="eager")(torch.zeros(1))
 
 
 def test_decorations_outside_of_the_dispatch_are_not_dropped(install):
