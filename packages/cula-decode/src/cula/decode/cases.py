@@ -14,7 +14,7 @@ from cula.decode import plan
 from cula.decode.kernels.config import DecodeConfig
 
 LOWER_BOUND = -5.0
-MANY_SEQUENCES = 4096  # a batch of the size that takes the tiles of full GPUs
+BATCHES = tuple(2**i for i in range(14))  # through every tile that the plan chooses by size
 
 
 @dataclass(frozen=True)
@@ -386,7 +386,7 @@ def serving_cases() -> Iterator[Case]:
     for form in forms:
         for state in (torch.float32, torch.bfloat16):
             case = replace(form, state=state)
-            for B in (1, MANY_SEQUENCES):
+            for B in BATCHES:
                 yield replace(case, B=B)
                 yield replace(case, B=B, slots="named")
             named = replace(case, T=4, slots="named")
@@ -408,8 +408,7 @@ def kernel_configs(
     cases = list(serving_cases())
     if which == "all":
         for case in CASES.values():
-            cases.append(case)
-            if case.lengths is None:
-                cases.append(replace(case, B=MANY_SEQUENCES))
+            batches = (case.B, *BATCHES) if case.lengths is None else (case.B,)
+            cases += [replace(case, B=B) for B in batches]
     configs = (kernel_config(case, arch) for case in cases)
     return tuple(dict.fromkeys(config for config in configs if config is not None))

@@ -95,7 +95,7 @@ def kda_decode(
         f"shape {list(v.shape)}",
         "must be [N, 1, HV, V] or [1, N, HV, V]; cula.decode.kda_decode takes several tokens",
     )
-    a = _tokens_of("a", a, (B, T), [(HV, K), (HV * K,)]).view(B, T, HV, K)
+    a = _tokens_of("a", a, (B, T), [(HV, K), (HV * K,)])
     b = _tokens_of("b", b, (B, T), [(HV,)])
     if out is None:
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -229,7 +229,7 @@ def linear_attention_decode(
     """
     for arg, x in (("q", q), ("k", k), ("v", v), ("out", out)):
         require_tensor(arg, x, shape=[None] * 3, dims="[B, H, D]")
-    require(HEAD_DIM == q.shape[2], "HEAD_DIM", HEAD_DIM, f"must be q's last size, {q.shape[2]}")
+    require(q.shape[2] == HEAD_DIM, "HEAD_DIM", HEAD_DIM, f"must be q's last size, {q.shape[2]}")
     require_tensor("decay_scales", decay_scales, dims="[H]", dtypes=(torch.float32,))
     if decay_scales.device.type == "cpu" and decay_scales.numel():
         smallest = decay_scales.min().item()

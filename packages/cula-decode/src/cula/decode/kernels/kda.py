@@ -33,9 +33,17 @@ class KdaDecode(DecodeKernel):
             mG[b, None, hv, None],
             mBeta[b, None, hv],
             None if mA is None else mA[hv],
-            None if mBias is None else mBias.iterator + hv * self.config.K,
+            self.head_bias(mBias, hv),
             lower_bound,
         )
+
+    def head_bias(self, mBias, hv):
+        """A head's biases (K), of (HV, K) or of (HV * K), in any strides."""
+        if mBias is None:
+            return None
+        if not self.config.flat_bias:
+            return mBias[hv, None]
+        return cute.domain_offset((hv * self.config.K,), mBias)
 
     def step(self, rS, shared, token, gate, scale, thread):
         """One token: updates rS. Returns a row of the thread's, its output, and whether to store it."""
@@ -82,11 +90,7 @@ class KdaGate:
         self.bias, self.lower_bound = bias, lower_bound
 
     def fetch(self, t, channel):
-        bias = (
-            0.0
-            if self.bias is None
-            else cute.make_tensor(self.bias + channel, cute.make_layout(1))[0]
-        )
+        bias = 0.0 if self.bias is None else self.bias[channel]
         return self.gG[t, channel], Float32(bias), self.gBeta[t]
 
     def publish(self, shared, live, token, channel, raw):
