@@ -12,10 +12,12 @@ from collections.abc import Callable
 import torch
 
 from cula.common import jit
+from cula.common.checks import require_tensor
 from cula.common.reference import KdaForm, KdaInputs, LightningInputs
 from cula.common.registry import register_op
 from cula.decode import fla_fallback, reference
-from cula.decode.plan import Plan, States, plan_kda, plan_lightning
+from cula.decode.call import Plan, States
+from cula.decode.plan import plan_kda, plan_lightning
 
 MAX_LAUNCHES = 4096  # one for each kind of call and batch size
 _launches: dict[tuple, Callable[..., None]] = {}
@@ -97,6 +99,7 @@ def _kda_decode(
             return
         except (TypeError, ValueError):
             pass
+    require_tensor("state", state)
     inputs = KdaInputs(q, k, v, g, beta, A_log, dt_bias)
     states = States(
         state, update_state, None, state_indices, num_accepted_tokens, cu_seqlens, token_states
@@ -174,6 +177,7 @@ def _lightning_decode(
             return
         except (TypeError, ValueError):
             pass
+    require_tensor("state", state)
     inputs = LightningInputs(q, k, v, g_gamma)
     states = States(
         state, update_state, None, state_indices, num_accepted_tokens, cu_seqlens, token_states
