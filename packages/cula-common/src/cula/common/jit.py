@@ -47,18 +47,20 @@ def compiled(config, arch: str) -> Callable:
 
 
 def key_text(config, arch: str) -> str:
-    """Everything that a compiled kernel depends on: its fields, the sources, the compiler and the architecture."""
+    """Everything that a compiled kernel depends on, as JSON."""
     kind = type(config)
     package = ".".join(kind.__module__.split(".")[:2])
-    return json.dumps(
-        {
-            "config": f"{kind.__module__}.{config!r}",
-            "arch": arch,
-            "sources": _source_digest("cula.common") + _source_digest(package),
-            "dsl": _version("nvidia-cutlass-dsl"),
-            "tvm_ffi": _version("apache-tvm-ffi"),
-        }
-    )
+    about = {"config": f"{kind.__module__}.{config!r}", "arch": arch, **environment(package)}
+    return json.dumps(about)
+
+
+def environment(package: str) -> dict[str, str]:
+    """The part of a key that is the installation's: the sources and the compiler."""
+    return {
+        "sources": _source_digest("cula.common") + _source_digest(package),
+        "dsl": _version("nvidia-cutlass-dsl"),
+        "tvm_ffi": _version("apache-tvm-ffi"),
+    }
 
 
 def compile_kernel(config, arch: str, options: str = ""):

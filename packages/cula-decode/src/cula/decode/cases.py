@@ -11,6 +11,7 @@ from cula.common.layouts import state_shape, to_v_first
 from cula.common.recurrence import lightning_log_decay
 from cula.common.reference import KdaInputs, LightningInputs
 from cula.decode import plan
+from cula.decode.call import States
 from cula.decode.kernels.config import DecodeConfig
 
 LOWER_BOUND = -5.0
@@ -335,7 +336,7 @@ def kernel_config(case: Case, arch: str = "sm_90a") -> DecodeConfig | None:
     if recurrent:
         states = _recurrent_states(case, given)
     else:
-        states = plan.States(
+        states = States(
             given["state"],
             case.update_state,
             indices=given.get("state_indices"),
@@ -362,7 +363,7 @@ def kernel_config(case: Case, arch: str = "sm_90a") -> DecodeConfig | None:
     return plan.kernel_config(made.dims, made.sequences, made.form, inputs, states, arch)
 
 
-def _recurrent_states(case: Case, given: dict[str, Any]) -> plan.States:
+def _recurrent_states(case: Case, given: dict[str, Any]) -> States:
     """As `fused_recurrent_kda` makes them: float32, V-first by shape."""
     shape = state_shape(case.sequences, case.HV, case.K, case.V, case.v_first)
     final = None
@@ -373,7 +374,7 @@ def _recurrent_states(case: Case, given: dict[str, Any]) -> plan.States:
         x if x is None or case.v_first else to_v_first(x)
         for x in (x if x is None else x.float() for x in pair)
     )
-    return plan.States(initial, False, final, cu_seqlens=given.get("cu_seqlens"))
+    return States(initial, False, final, cu_seqlens=given.get("cu_seqlens"))
 
 
 def serving_cases() -> Iterator[Case]:

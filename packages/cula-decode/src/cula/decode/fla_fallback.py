@@ -14,6 +14,8 @@ from cula.common.layouts import to_k_first, to_v_first
 from cula.common.pool import load_states, valid_slots
 from cula.common.recurrence import l2_normalise
 from cula.common.reference import KdaForm, KdaInputs, LightningForm, LightningInputs
+from cula.decode.call import Plan, States
+from cula.decode.reference import store
 
 FUSED_RECURRENT_KDA = "fla.ops.kda.fused_recurrent_kda"
 FUSED_RECURRENT_LIGHTNING = "fla.ops.simple_gla.fused_recurrent_simple_gla"
@@ -21,7 +23,7 @@ MAX_KEY_DIM = 256
 MAX_GRID = 65535  # FLA launches a grid row per (sequence, value head)
 
 
-def missing(dims: Dims, sequences: int, states) -> str | None:
+def missing(dims: Dims, sequences: int, states: States) -> str | None:
     """Why FLA cannot run such a call, or None."""
     if states.per_token or states.tokens is not None:
         return "FLA's recurrent kernels do not keep the state after every token this way"
@@ -34,10 +36,8 @@ def missing(dims: Dims, sequences: int, states) -> str | None:
     return fla_missing()
 
 
-def run(plan, inputs: KdaInputs | LightningInputs, states, out: torch.Tensor) -> None:
+def run(plan: Plan, inputs: KdaInputs | LightningInputs, states: States, out: torch.Tensor) -> None:
     """As `reference.run`, by FLA."""
-    from cula.decode.reference import store
-
     with torch.no_grad():
         initial = None
         if states.state is not None:

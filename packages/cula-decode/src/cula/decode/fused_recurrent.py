@@ -5,7 +5,8 @@ import torch
 from cula.common.checks import needs_grad, require, require_known_keywords, require_tensor
 from cula.common.layouts import state_shape, to_k_first, to_v_first
 from cula.common.reference import KdaInputs, kda_forward
-from cula.decode.plan import States, plan_kda
+from cula.decode.call import States
+from cula.decode.plan import plan_kda
 from cula.decode.run import fused_recurrent_kda_op
 
 # keywords of FLA 0.4.2 to 0.6 that do not apply here

@@ -1,22 +1,22 @@
 """What a decode call will do, decided on the host from shapes, dtypes and keywords alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from cula.common.arch import KERNEL_ARCHS, arch_of, missing_compiler
-from cula.common.backends import Backend, choose_backend
+from cula.common.backends import choose_backend
 from cula.common.checks import INDEX_DTYPES, require, require_cu_seqlens, require_tensor
 from cula.common.dims import QKV_DTYPES, Dims, dims_of
 from cula.common.gates import beta_form, kda_gate
 from cula.common.layouts import STATE_DTYPES, to_k_first
 from cula.common.reference import KdaForm, KdaInputs, LightningForm, LightningInputs
 from cula.decode import fla_fallback
+from cula.decode.call import Plan, States
 from cula.decode.kernels.config import DecodeConfig, KdaDecodeConfig, LightningDecodeConfig
 
 KERNEL_DIMS = (64, 128)
-MANY_UNITS = 2048  # from here on the heads of a batch fill a GPU with large blocks
+FEW_UNITS, MANY_UNITS = 512, 2048  # (sequence, head) pairs: where another tile becomes faster
 _NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -24,55 +24,6 @@ _NAMES = {
     torch.int32: "int32",
     torch.int64: "int64",
 }
-
-
-@dataclass(frozen=True)
-class States:
-    """The states of one call.
-
-    state: the pool [slots, HV, V, K] that steps start from, or None for zero; `update`: it also gets the final states.
-    final: [N, HV, V, K], gets the final states instead.
-    indices [N] or [N, tokens], accepted [N], cu_seqlens [N + 1]: as the public calls say.
-    tokens: [B, T, HV, V, K], gets the state after every token.
-    """
-
-    state: torch.Tensor | None
-    update: bool
-    final: torch.Tensor | None = None
-    indices: torch.Tensor | None = None
-    accepted: torch.Tensor | None = None
-    cu_seqlens: torch.Tensor | None = None
-    tokens: torch.Tensor | None = None
-
-    @property
-    def per_token(self) -> bool:
-        """Whether every token names a slot of its own."""
-        return self.indices is not None and self.indices.dim() == 2
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One call's sizes, form and backend."""
-
-    call: str
-    dims: Dims
-    sequences: int
-    form: KdaForm | LightningForm
-    backend: Backend
-    reason: str
-    """Why the backend is not our kernel; empty if it is."""
-    arch: str | None = None
-    config: DecodeConfig | None = None
-
-    @property
-    def empty(self) -> bool:
-        """No sequences or no tokens: nothing to launch."""
-        return self.dims.T == 0 or self.sequences == 0
-
-    @property
-    def compile_key(self) -> str:
-        """What a kernel is compiled for. Batch, length, heads, scale and pool size are run-time."""
-        return "" if self.config is None else repr(self.config)
 
 
 def plan_kda(
@@ -305,7 +256,14 @@ def kernel_config(
     like = states.final if states.final is not None else states.state
     v_first = like is None or _v_first(like)
     single = dims.T == 1 and states.cu_seqlens is None and not states.per_token
-    warps, v_per_thread, lanes = _tile(v_first, single, sequences * dims.HV)
+    warps, v_per_thread, lanes = _tile(
+        dims,
+        isinstance(form, LightningForm),
+        v_first,
+        like is None or like.dtype == torch.float32,
+        single,
+        sequences * dims.HV,
+    )
     common = {
         "K": dims.K,
         "V": dims.V,
@@ -317,11 +275,7 @@ def kernel_config(
         "v_first": v_first,
         "single": single,
         "reads": states.state is not None,
-        "writes": "separate"
-        if states.final is not None
-        else "in_place"
-        if states.update
-        else "none",
+        "writes": states.writes,
         "state_indices": _name(states.indices),
         "slot_per_token": states.per_token,
         "num_accepted_tokens": _name(states.accepted),
@@ -346,13 +300,21 @@ def kernel_config(
     )
 
 
-def _tile(v_first: bool, single: bool, units: int) -> tuple[int, int, int]:
+def _tile(
+    dims: Dims, lightning: bool, v_first: bool, fp32: bool, single: bool, units: int
+) -> tuple[int, int, int]:
     """(warps, value channels a thread, lanes a row) of a block; DESIGN.md, Tiles, has figures."""
     if not v_first:
         return 4, 4, 8
     if not single:
+        if lightning:
+            return 4, 4, 8
+        return (8 if dims.K == dims.V == 128 else 4), 4, 16
+    if not fp32:
+        return 4, 4, 16
+    if units <= FEW_UNITS:
         return 4, 4, 8
-    return (8, 1, 8) if units >= MANY_UNITS else (4, 1, 8)
+    return (4, 1, 8) if lightning or units < MANY_UNITS else (8, 1, 8)
 
 
 def _name(x: torch.Tensor | None) -> str | None:

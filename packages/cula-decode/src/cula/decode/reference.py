@@ -16,7 +16,7 @@ from cula.common.reference import (
     kda_forward,
     lightning_forward,
 )
-from cula.decode.plan import Plan, States
+from cula.decode.call import Plan, States
 
 
 def run(

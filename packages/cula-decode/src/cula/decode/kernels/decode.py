@@ -56,8 +56,6 @@ class DecodeKernel:
     def __init__(self, config):
         self.config = config
         self.stage = 1 if config.single else STAGE
-        import os
-        self.min_blocks = int(os.environ.get("MINB", "0"))
         self.tile = StateTile(
             K=config.K,
             V=config.V,
@@ -75,6 +73,7 @@ class DecodeKernel:
         B, T, H, HV, N, slots = (cute.sym_int() for _ in range(6))
         if c.cu_seqlens is None:
             N = B
+
         def states(*outer, present=True):
             return fake(c.state if present else None, (*outer, HV, c.V, c.K), 16, c.v_first)
 
@@ -142,8 +141,6 @@ class DecodeKernel:
             block=[tile.threads, 1, 1],
             stream=stream,
             use_pdl=self.config.pdl,
-            min_blocks_per_mp=self.min_blocks,
-            preferred_smem_carveout=25 if self.min_blocks else None,
         )
 
     # ------------------------------------------------------------------ device
