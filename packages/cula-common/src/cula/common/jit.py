@@ -1,14 +1,15 @@
 """Compiled kernels: made once for a compile key, in the process and on disk.
 
-    function = compiled(config, "sm_90a")     # a tvm-ffi function that launches on torch's current stream
-    function(q, k, v, ..., scale)
+    function = compiled(config, "sm_90a")
+    function(q, k, v, ..., scale)           # launches on torch's current stream, through tvm-ffi
 
-`config` is a frozen dataclass whose fields are the compile key: batch, length and scale are arguments, never fields. Its
-module does not import cutlass; `config.kernel()` does, and returns the kernel: an object with `fake_args()` (stand-ins
-for the run-time arguments, the stream last) and a `@cute.jit __call__`.
+`config` is a frozen dataclass whose fields are the compile key; batch, length and scale are
+arguments, never fields. Its module does not import cutlass. `config.kernel()` does, and returns the
+kernel: an object with `fake_args()` (stand-ins for the run-time arguments, the stream last) and a
+`@cute.jit __call__`.
 
-A disk entry is one shared object with a signed trailer (`DiskCache`). A process that finds its kernels there imports
-neither cutlass nor a compiler: loading takes milliseconds. Anything unexpected about an entry means: compile again.
+A process that finds its kernels on disk imports neither cutlass nor a compiler: loading one takes
+milliseconds. Anything unexpected about a file there means: compile again.
 """
 
 import ctypes
@@ -36,7 +37,12 @@ _lock = threading.Lock()  # CuTe DSL compiles in one thread at a time
 
 
 def compiled(config, arch: str) -> Callable:
-    """The launch function of `config` for `arch` ("sm_90a"): from this process, from disk, or compiled now."""
+    """Return `config`'s launch function: from this process, from disk, or compiled now.
+
+    Args:
+        config: what to compile, and the key of the result.
+        arch: the architecture to compile for, one of `cula.common.arch.KERNEL_ARCHS`.
+    """
     function = _functions.get((config, arch))
     if function is None:
         with _lock:
@@ -64,7 +70,7 @@ def environment(package: str) -> dict[str, str]:
 
 
 def compile_kernel(config, arch: str, options: str = ""):
-    """Traces and compiles; returns CuTe DSL's own compiled object, with what `options` asks it to keep."""
+    """Trace and compile; return CuTe DSL's own object, holding what `options` asks it to keep."""
     import cutlass.cute as cute
 
     kernel = config.kernel()
@@ -87,11 +93,12 @@ def _load_or_build(config, arch: str) -> Callable:
 
 
 class DiskCache:
-    """One file an entry, `<name>-<digest of the key>.so`: a shared object, then a trailer that vouches for it.
+    """One file an entry, `<name>-<digest of the key>.so`: a shared object and a trailer.
 
-    The trailer is the entry's description as JSON, its length and MAGIC; the loader of shared objects ignores it. An
-    entry appears whole or not at all (written beside, then renamed), so processes may race; one that is damaged,
-    misnamed or made by something else is rebuilt over.
+    The trailer vouches for what is before it: a description as JSON, its length, and MAGIC. The
+    loader of shared objects ignores it. An entry appears whole or not at all (written beside, then
+    renamed), so processes may race; one that is damaged, misnamed or made by something else is
+    built over.
     """
 
     def __init__(self, folder: Path | None = None):
@@ -178,7 +185,7 @@ def _open_runtime(path: Path) -> ctypes.CDLL:
 
 
 def _runtime_in_use() -> str:
-    """The DSL's runtime library that this process compiled against, relative to the DSL's folder."""
+    """The DSL's runtime library that was compiled against, relative to the DSL's folder."""
     import cutlass.cute as cute
 
     libraries = cute.runtime.find_runtime_libraries(enable_tvm_ffi=False)
@@ -195,7 +202,10 @@ def _dsl_root() -> Path:
 
 
 def _link(obj: str, library: Path) -> bool:
-    """Makes a shared object with whichever linker there is; its missing symbols come from the DSL's runtime."""
+    """Make a shared object with whichever linker there is.
+
+    The symbols that it lacks come from the DSL's runtime, which is opened before it.
+    """
     for tool in ("ld", "ld.lld", "cc", "gcc", "clang"):
         if shutil.which(tool):
             done = subprocess.run([tool, "-shared", "-o", str(library), obj], capture_output=True)

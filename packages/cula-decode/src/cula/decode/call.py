@@ -14,7 +14,8 @@ from cula.decode.kernels.config import DecodeConfig
 class States:
     """The states of one call.
 
-    state: the pool [slots, HV, V, K] that steps start from, or None for zero; `update`: it also gets the final states.
+    state: the pool [slots, HV, V, K] that steps start from, or None for zero; `update`: it also
+    gets the final states.
     final: [N, HV, V, K], gets the final states instead.
     indices [N] or [N, tokens], accepted [N], cu_seqlens [N + 1]: as the public calls say.
     tokens: [B, T, HV, V, K], gets the state after every token.

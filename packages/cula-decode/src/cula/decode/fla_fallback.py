@@ -1,6 +1,6 @@
 """Decode by flash-linear-attention, 0.4.2 to 0.6, where no kernel of ours applies.
 
-FLA's recurrent kernels take states in and give new ones back; slots are gathered and scattered here.
+FLA's recurrent kernels take states and return new ones; slots are gathered and scattered here.
 """
 
 import inspect

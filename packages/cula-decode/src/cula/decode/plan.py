@@ -228,7 +228,7 @@ def _no_kernel(dims: Dims, states: States, out: torch.Tensor, device: torch.devi
         if x is None:
             continue
         if not (_dense_heads(x) or _dense_heads(to_k_first(x))):
-            return f"{arg}: strides {list(x.stride())}; each [V, K] or [K, V] matrix must be contiguous"
+            return f"{arg}: strides {list(x.stride())}; each head's matrix must be contiguous"
         if x.data_ptr() % 16 or any(s * x.element_size() % 16 for s in x.stride()[:-2]):
             return f"{arg}: its matrices must start at multiples of 16 bytes"
     if states.tokens is not None and _v_first(states.tokens) != _v_first(states.state):

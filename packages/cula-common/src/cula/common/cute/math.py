@@ -1,7 +1,8 @@
 """Float32 device mathematics with stated errors.
 
-Built on the approximate special functions (ex2, lg2, rcp, rsqrt: about 2^-22 relative), with polynomials where an
-approximation's error would add up: a decay factor multiplies a state thousands of times, so its error near 1 matters.
+Built on the approximate special functions (ex2, lg2, rcp, rsqrt: about 2^-22 relative), with
+polynomials where an approximation's error would add up: a decay factor multiplies a state thousands
+of times, so its error near 1 matters.
 """
 
 import cutlass.cute as cute
@@ -32,8 +33,9 @@ def exp(x) -> Float32:
 def decay(g) -> Float32:
     """e^g for a log decay g <= 0, rounded once for slow decays.
 
-    A slow decay is applied to the same state for about 1/|g| steps, so an error of ex2.approx's size would grow to
-    parts in 10^4. For g > -1/2 the Taylor sum of e^g - 1 is below 1e-8 off and only the final addition rounds.
+    A slow decay is applied to the same state for about 1/|g| steps, so an error of ex2.approx's
+    size would grow to parts in 10^4. For g > -1/2 the Taylor sum of e^g - 1 is below 1e-8 off and
+    only the final addition rounds.
     """
     series = horner(g, [1 / 40320, 1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0]) * g
     return select(g > Float32(-0.5), series + Float32(1.0), exp(g))
@@ -52,8 +54,8 @@ def sigmoid(x) -> Float32:
 def softplus(x) -> Float32:
     """log(1 + e^x) = max(x, 0) + log1p(e^-|x|), relative error about 2^-21 everywhere.
 
-    log1p(e) for 0 <= e <= 1 is 2 artanh(z), z = e / (2 + e) <= 1/3: a short odd series, where log2 of 1 + e would lose
-    the digits of a small e.
+    log1p(e) for 0 <= e <= 1 is 2 artanh(z), z = e / (2 + e) <= 1/3: a short odd series, where log2
+    of 1 + e would lose the digits of a small e.
     """
     magnitude = cute.arch.fmax(x, -x)
     e = exp(-magnitude)

@@ -1,4 +1,4 @@
-"""Vector loads and stores between memory and float32 registers, whatever the element type in memory."""
+"""Vector loads and stores between memory of any element type and float32 registers."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ STREAM_STORE = {"cop": "cs"}
 
 
 def load_floats(pointer, dtype, count: int, **hints) -> list:
-    """`count` consecutive elements as Float32; one access of count * itemsize = 4, 8 or 16 bytes, aligned to its size."""
+    """Load `count` consecutive elements as Float32, in one aligned access of 4, 8 or 16 bytes."""
     words = count * dtype.width // 32
     if words == 1:
         raw = [cute.arch.load(pointer, Int32, **hints)]
@@ -24,7 +24,7 @@ def load_floats(pointer, dtype, count: int, **hints) -> list:
 
 
 def store_floats(pointer, dtype, values: Sequence, **hints) -> None:
-    """Rounds Float32 values to dtype and stores them in one access; the reverse of `load_floats`."""
+    """Round Float32 values to dtype and store them in one access; reverses `load_floats`."""
     per_word = 32 // dtype.width
     words = [pack(values[i : i + per_word], dtype) for i in range(0, len(values), per_word)]
     if len(words) == 1:

@@ -1,1 +1,1 @@
-"""CuTe DSL kernels, architecture-neutral (SIMT): importing this package imports cutlass. See DESIGN.md beside this file."""
+"""CuTe DSL kernels for any GPU from sm_80 on (SIMT); DESIGN.md beside this file explains them."""

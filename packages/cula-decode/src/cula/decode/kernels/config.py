@@ -1,4 +1,4 @@
-"""What is known of a decode kernel when it is compiled. No import of cutlass: a cached kernel needs none."""
+"""What is known of a decode kernel when it is compiled. Does not import cutlass."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,21 @@ STAGE = 4  # tokens staged in shared memory at a time when a step has several
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """The compile key. Dtypes: "bf16", "fp16", "fp32", "int32", "int64"; None for an argument that is absent.
+    """The compile key. Dtypes are "bf16", "fp16", "fp32", "int32", "int64", or None for an argument
+    that is absent.
 
-    K, V: channels of a key (a multiple of 32) and of a value (a multiple of 4 * v_per_thread * warps).
-    warps, v_per_thread: a block's share of a head's state (tile.py). io: dtype of q, k, v and the output.
-    single: one token per sequence, dense; else the number of tokens is a run-time value.
-    reads, writes: whether there is an initial state; where the final one goes: "none", "in_place" or "separate".
-    state_indices: dtype of the slot names, [N] or, if `slot_per_token`, [N, tokens]; absent: sequence n has slot n.
-    pdl: launched with programmatic dependent launch (sm_90 and later).
+    K, V             channels of a key (a multiple of 32) and of a value (of the block's rows)
+    warps, v_per_thread, lanes
+                     a block's share of a head's state (tile.py)
+    io               dtype of q, k, v and the output
+    state, v_first   the states' dtype and layout
+    single           one token per sequence, dense; else their number is a run-time value
+    reads            whether there is an initial state
+    writes           where the final state goes: "none", "in_place" or "separate"
+    state_indices    dtype of the slots' names, [N] or, if slot_per_token, [N, tokens]; absent:
+                     sequence n has slot n
+    token_states     the state after every token is stored
+    pdl              programmatic dependent launch (sm_90 and later)
     """
 
     K: int
@@ -38,8 +45,15 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class KdaDecodeConfig(DecodeConfig):
-    """gate: "given", "softplus", "bounded" or "sigmoid" (bounded without A_log); beta: "given", "sigmoid" or "sigmoid2".
-    g, A_log, dt_bias, beta_dtype: dtypes; flat_bias: dt_bias is [HV * K]. l2norm: q and k are normalised in the kernel."""
+    """Adds Kimi Delta Attention's inputs.
+
+    gate             "given", "softplus", "bounded" or "sigmoid" (bounded without A_log)
+    g, A_log, dt_bias, beta_dtype
+                     dtypes
+    flat_bias        dt_bias is [HV * K], not [HV, K]
+    beta             "given", "sigmoid" or "sigmoid2" (doubled)
+    l2norm           q and k are normalised in the kernel
+    """
 
     gate: str
     g: str
@@ -58,6 +72,8 @@ class KdaDecodeConfig(DecodeConfig):
 
 @dataclass(frozen=True)
 class LightningDecodeConfig(DecodeConfig):
+    """Nothing to add: the decay is a float32 per head."""
+
     def kernel(self):
         from cula.decode.kernels.lightning import LightningDecode
 

@@ -1,16 +1,16 @@
 """One to a few tokens a step: what the kernels of both families share.
 
-Tile:     one block holds `StateTile.rows` value channels of one head of one sequence, in registers, for all its tokens.
-Roles:    every thread stages tokens (thread = channel), then works on its part of the state (tile.py).
-Shared:   `stage` tokens of q, k, decay (K floats each), v (`rows` floats) and a few sums: at most 9 KB.
-Bytes:    the state once in and once out (131,072 a head at D = 128 in float32); everything else is below 2%.
-Floor:    those bytes at the memory's copy rate.
+Tile:    a block holds `StateTile.rows` value channels of one head of one sequence, in registers,
+         for all its tokens.
+Roles:   every thread stages tokens (staging.py), then works on its part of the state (tile.py).
+Shared:  q, k, decay (K floats each) and v (`rows` floats) of at most STAGE tokens: 8 KB at most.
+Bytes:   the state once in and once out, 131,072 a head at D = 128 in float32; the rest is under 2%.
+Floor:   those bytes at the memory's copy rate.
 
-A family adds how it stages a token (`fetch_gate`, `publish`) and the recurrence itself (`step`).
+A family adds its gate (`gate`) and the recurrence (`step`).
 """
 
 import math
-from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -19,10 +19,10 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.cutlass_dsl import select_
 
-from cula.common.cute import math as device_math
 from cula.common.cute import vector
 from cula.common.cute.smem import SmemAllocator
 from cula.decode.kernels.config import STAGE
+from cula.decode.kernels.staging import Shared, TokenInputs
 from cula.decode.kernels.tile import StateTile
 
 DTYPES = {
@@ -68,7 +68,8 @@ class DecodeKernel:
 
     # ------------------------------------------------------------------ host
     def fake_args(self) -> tuple:
-        """Stand-ins for the arguments of `__call__`. A size that two of them share is one symbol: the call checks it."""
+        """Stand-ins for the arguments of `__call__`. Sizes that must agree are one symbol, so that
+        the compiled function refuses a call in which they differ."""
         c = self.config
         B, T, H, HV, N, slots = (cute.sym_int() for _ in range(6))
         if c.cu_seqlens is None:
@@ -173,7 +174,8 @@ class DecodeKernel:
         n, hv = unit // HV, unit % HV
         h = hv // (HV // mQ.shape[2])
         if cutlass.const_expr(self.config.pdl):
-            # the next kernel may come up while this one works; nothing is read before the one before it has ended
+            # the next kernel may come up while this one works, and this one has come up early:
+            # nothing is read before the kernel before it has ended
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
 
@@ -274,122 +276,6 @@ class DecodeKernel:
 
     def save(self, pointer, thread, v0, rS):
         self.tile.store(pointer, DTYPES[self.config.state], thread, v0, rS, vector.STREAM_STORE)
-
-
-class Shared:
-    """The staged tokens: pointers to Float32 rows, and per token and 32 channels the sums (k.k, q.q, k.q, beta)."""
-
-    def __init__(self, kernel, smem):
-        self.kernel = kernel
-
-        def rows(width):
-            return smem.allocate_tensor(
-                Float32, cute.make_layout((kernel.stage, width), stride=(width, 1)), 16
-            )
-
-        self.q, self.k, self.v = (
-            rows(kernel.config.K),
-            rows(kernel.config.K),
-            rows(kernel.tile.rows),
-        )
-        self.decay = rows(kernel.config.K) if kernel.channel_decay else None
-        self.sums = rows(kernel.config.K // 32 * 4)
-
-    def totals(self, token):
-        """(k.k, q.q, k.q, beta) of a staged token."""
-        parts = [
-            vector.load_shared(row(self.sums, token) + 4 * w, 4)
-            for w in range(self.kernel.config.K // 32)
-        ]
-        sums = [sum(column[1:], column[0]) for column in zip(*parts, strict=True)]
-        return (*sums[:3], parts[0][3])
-
-
-@dataclass(frozen=True)
-class TokenInputs:
-    """A head's q, k and v, and how threads share the channels of a stage of tokens."""
-
-    kernel: DecodeKernel
-    gQ: cute.Tensor
-    gK: cute.Tensor
-    gV: cute.Tensor
-    t0: Int32
-    v0: Int32
-    thread: Int32
-
-    def places(self, width):
-        """(token in stage, channel, whether this thread has a place there) for each pass over a stage x width table."""
-        size, threads = self.kernel.stage * width, self.kernel.tile.threads
-        for start in range(0, size, threads):
-            i = self.thread + start
-            yield (
-                i // width % self.kernel.stage,
-                i % width,
-                (i < size if start + threads > size else None),
-            )
-
-    def fetch(self, gate, first, count):
-        """Raw values of the tokens from `first` on; past the sequence's end the last token is read again, not used."""
-
-        def at(token):
-            return self.t0 + cutlass.min(first + token, count - 1)
-
-        channels = [
-            (self.gQ[at(token), c], self.gK[at(token), c], gate.fetch(at(token), c))
-            for token, c, _ in self.places(self.kernel.config.K)
-        ]
-        values = [
-            self.gV[at(token), self.v0 + c] for token, c, _ in self.places(self.kernel.tile.rows)
-        ]
-        return channels, values
-
-    def publish(self, gate, shared, tokens, first, count):
-        """Computes what a token's threads need of each other and puts it into shared memory."""
-        channels, values = tokens
-        for (token, c, placed), (q, k, raw) in zip(
-            self.places(self.kernel.config.K), channels, strict=True
-        ):
-            live = alive(self.kernel, placed, first + token, count)
-            q, k = Float32(q), Float32(k)
-            store_if(live, shared.q, token, c, q)
-            store_if(live, shared.k, token, c, k)
-            beta = gate.publish(shared, live, token, c, raw)
-            for i, x in enumerate((k * k, q * q, k * q)):
-                x = device_math.group_sum(x, 32)
-                store_if(both(live, c % 32 == 0), shared.sums, token, c // 32 * 4 + i, x)
-            store_if(both(live, c % 32 == 0), shared.sums, token, c // 32 * 4 + 3, beta)
-        for (token, c, placed), v in zip(self.places(self.kernel.tile.rows), values, strict=True):
-            live = alive(self.kernel, placed, first + token, count)
-            store_if(live, shared.v, token, c, Float32(v))
-
-
-def alive(kernel, placed, token, count):
-    """Whether a staged place counts; None: always, known when compiling."""
-    return placed if kernel.config.single else both(placed, token < count)
-
-
-def both(a, b):
-    return b if a is None else a & b
-
-
-def store_if(condition, tensor, token, column, value):
-    if condition is None:
-        tensor[token, column] = value
-    else:
-        store_where(condition, tensor, token, column, value)
-
-
-@cute.jit
-def store_where(
-    condition: cutlass.Boolean, tensor: cute.Tensor, token: Int32, column: Int32, value: Float32
-):
-    if condition:
-        tensor[token, column] = value
-
-
-def row(tensor, i):
-    """Pointer to row i."""
-    return tensor[i, None].iterator
 
 
 def matrix(states, *index):

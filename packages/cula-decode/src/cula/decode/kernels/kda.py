@@ -1,15 +1,17 @@
 """Kimi Delta Attention, one to a few tokens a step.
 
     S <- diag(e^g) S;   S <- S + beta k (v - S^T k)^T;   o = scale S^T q
-Per value channel, with s the state's row after the decay: one pass gives s.k and s.q, then delta = beta (v - s.k),
-o = scale (s.q + delta k.q) and the row becomes s + delta k.
+
+Per value channel, with s the state's row after the decay: one pass gives s.k and s.q, then
+delta = beta (v - s.k), o = scale (s.q + delta k.q) and the row becomes s + delta k.
 """
 
 import cutlass.cute as cute
 from cutlass import Float32
 
 from cula.common.cute import math
-from cula.decode.kernels.decode import DecodeKernel, fake, store_if
+from cula.decode.kernels.decode import DecodeKernel, fake
+from cula.decode.kernels.staging import store_if
 
 
 class KdaDecode(DecodeKernel):
@@ -46,7 +48,8 @@ class KdaDecode(DecodeKernel):
         return cute.domain_offset((hv * self.config.K,), mBias)
 
     def step(self, rS, shared, token, gate, scale, thread):
-        """One token: updates rS. Returns a row of the thread's, its output, and whether to store it."""
+        """One token: updates rS. Returns one of the thread's rows, its output, and whether this
+        lane stores it."""
         tile = self.tile
         kk, qq, kq, beta = shared.totals(token)
         # the norms' factors go onto the sums over K, not onto every entry of k and q

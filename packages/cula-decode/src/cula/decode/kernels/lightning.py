@@ -1,6 +1,7 @@
 """Lightning Attention, one to a few tokens a step.
 
     S <- e^g S + k v^T;   o = scale S^T q
+
 Per value channel: o = scale (e^g s.q + v k.q), and the row becomes e^g s + v k.
 """
 
@@ -22,7 +23,8 @@ class LightningDecode(DecodeKernel):
         return LightningGate(mG[hv])
 
     def step(self, rS, shared, token, gate, scale, thread):
-        """One token: updates rS. Returns a row of the thread's, its output, and whether to store it."""
+        """One token: updates rS. Returns one of the thread's rows, its output, and whether this
+        lane stores it."""
         tile = self.tile
         _, _, kq, _ = shared.totals(token)
         rows = range(tile.v_per_thread)

@@ -1,15 +1,15 @@
 """The part of one head's state that a thread block holds in registers, and who holds what.
 
-Eight lanes share a value channel and split its K entries; four such groups make a warp, and every thread keeps
-`v_per_thread` neighbouring value channels. Both memory layouts use this one map, so a kernel's arithmetic does not know
-which of them the state lives in:
+`lanes` lanes share a value channel and split its K entries; 32 / lanes such groups make a warp, and
+every thread keeps `v_per_thread` neighbouring value channels. Both memory layouts use this one map,
+so a kernel's arithmetic does not know which of them the state lives in:
 
-    lane % 8   -> which of the K entries     (sums over K are three shuffles)
-    lane // 8  -> which value channels of the warp
-    warp       -> which value channels of the block
+    lane % lanes    which of the K entries (so sums over K are a few shuffles)
+    lane // lanes   which value channels of the warp
+    warp            which value channels of the block
 
-V-first [V, K]: a thread reads 16-byte pieces of its rows; eight lanes together read whole 128-byte lines.
-K-first [K, V]: a thread reads its v_per_thread neighbours of each of its K rows in one access.
+V-first [V, K]: a thread reads 16-byte pieces of its rows, the lanes of a row whole 128-byte lines.
+K-first [K, V]: a thread reads v_per_thread neighbours of each of its K rows in one access.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ from cula.common.cute import vector
 
 @dataclass(frozen=True)
 class StateTile:
-    """K, V: the head's state. warps, v_per_thread: the block's share of it. itemsize in bytes, of the state in memory."""
+    """A block's share (warps, v_per_thread, lanes) of a head's state (K, V), whose entries take
+    `itemsize` bytes in memory."""
 
     K: int
     V: int
@@ -99,7 +100,7 @@ class StateTile:
                 vector.store_floats(piece, dtype, values, **hints)
 
     def pieces(self) -> list[range]:
-        """A thread's K entries by fours, which lie together (eights in a bfloat16 state are two)."""
+        """A thread's K entries by fours that lie together (two of them in a bfloat16 piece)."""
         return [range(i, i + 4) for i in range(0, self.k_per_thread, 4)]
 
     def gather(self, table, token, thread, piece: range) -> list:
