@@ -131,12 +131,10 @@ class DiskCache:
         about = self.describe(path)
         if about is None or about.get("key") != key:
             return None
-        runtime = _dsl_root() / about["runtime"]
-        if not runtime.exists():
-            return None
         try:
-            return _open_library(path, runtime)
-        except (OSError, RuntimeError, AttributeError) as error:
+            runtime = _dsl_root() / about["runtime"]
+            return _open_library(path, runtime) if runtime.exists() else None
+        except (OSError, RuntimeError, AttributeError, KeyError, TypeError) as error:
             logger.warning("%s cannot be loaded (%s); compiling again", path, error)
             return None
 
@@ -159,7 +157,7 @@ class DiskCache:
                 library.write_bytes(data + trailer + len(trailer).to_bytes(4, "little") + MAGIC)
                 os.replace(library, self.path(key))
             return True
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: the DSL uses a runtime not its own
             logger.warning("kernel cache %s cannot be written: %s", self.folder, error)
             return False
 
