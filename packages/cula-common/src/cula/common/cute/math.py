@@ -27,7 +27,7 @@ def horner(x, coefficients) -> Float32:
 
 def exp(x) -> Float32:
     """e^x to about 2^-21 relative."""
-    return cute.arch.exp2(x * Float32(LOG2E))
+    return cute.math.exp2(x * Float32(LOG2E), fastmath=True)
 
 
 def decay(g) -> Float32:
