@@ -248,3 +248,12 @@ def test_constants_while_tracing():
     assert compiled(torch.ones(2)).tolist() == [3.0, 3.0]
     assert compiled(torch.ones(2)).tolist() == [3.0, 3.0]
     assert asked == ["things"]
+
+
+def test_a_container_reaches_the_implementation():
+    def complains(x: torch.Tensor, out: torch.Tensor) -> None:
+        raise TypeError(f"x: {type(x).__name__}; must be a torch.Tensor")
+
+    op = registry.register_op("test_complains", complains, mutates=("out",))
+    with pytest.raises(TypeError, match="x: list; must be a torch.Tensor"):
+        op([1.0], torch.zeros(1))
