@@ -60,29 +60,28 @@ def fill(packages: list[str], arch: str | None, which: str) -> int:
     if missing := missing_compiler():
         print(missing)
         return 1
-    if arch is None:
-        if not torch.cuda.is_available():
-            print(f"no GPU here; name one with --arch ({', '.join(KERNEL_ARCHS)})")
-            return 1
-        arch = arch_of(torch.device("cuda"))
-    if os.environ.get("CUTE_DSL_ARCH") != arch:
-        command = [sys.executable, "-m", __spec__.name, "fill", "--arch", arch, *packages]
+    if arch is None and not torch.cuda.is_available():
+        print(f"no GPU here; name one with --arch ({', '.join(KERNEL_ARCHS)})")
+        return 1
+    target = arch or arch_of(torch.device("cuda"))
+    if os.environ.get("CUTE_DSL_ARCH") != target:
+        command = [sys.executable, "-m", __spec__.name, "fill", "--arch", target, *packages]
         command += ["--all"] if which == "all" else []
-        return subprocess.run(command, env={**os.environ, "CUTE_DSL_ARCH": arch}).returncode
+        return subprocess.run(command, env={**os.environ, "CUTE_DSL_ARCH": target}).returncode
     cache = DiskCache()
     for package in packages or [p for p in PACKAGES if _installed(p)]:
-        configs = kernel_configs(package, which, arch)
+        configs = kernel_configs(package, which, target)
         for i, config in enumerate(configs, 1):
             start = time.perf_counter()
-            key = key_text(config, arch)
+            key = key_text(config, target)
             known = cache.load(key) is not None
             if not known:
-                compiled(config, arch)
+                compiled(config, target)
                 if cache.describe(cache.path(key)) is None:
                     print(f"{cache.folder}: nothing was written there")
                     return 1
             took = "there" if known else f"{time.perf_counter() - start:.1f} s"
-            print(f"{package} {arch} {i}/{len(configs)}: {took}", flush=True)
+            print(f"{package} {target} {i}/{len(configs)}: {took}", flush=True)
     return 0
 
 

@@ -223,7 +223,7 @@ def _source_digest(package: str) -> str:
     """Digest of a package's Python sources."""
     spec = importlib.util.find_spec(package)
     digest = hashlib.sha256()
-    for folder in sorted(spec.submodule_search_locations):
+    for folder in sorted((spec and spec.submodule_search_locations) or ()):
         for path in sorted(Path(folder).rglob("*.py")):
             digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]

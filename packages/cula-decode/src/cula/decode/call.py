@@ -53,7 +53,7 @@ class Plan:
     backend: Backend
     reason: str
     """Why the backend is not our kernel; empty if it is."""
-    arch: str | None = None
+    arch: str = ""
     config: DecodeConfig | None = None
 
     @property

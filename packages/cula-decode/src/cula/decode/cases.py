@@ -345,7 +345,7 @@ def kernel_config(case: Case, arch: str = "sm_90a") -> DecodeConfig | None:
             tokens=given.get("token_states"),
         )
     if case.kda:
-        inputs = KdaInputs(*(given.get(name) for name in KdaInputs._fields))
+        inputs = KdaInputs._make(given.get(name) for name in KdaInputs._fields)
         flags = {name: given[name] for name in given if name.startswith(("use_", "allow_"))}
         made = plan.plan_kda(
             case.call,

@@ -4,6 +4,7 @@ FLA's recurrent kernels take states and return new ones; slots are gathered and 
 """
 
 import inspect
+from collections.abc import Callable
 
 import torch
 
@@ -43,7 +44,7 @@ def run(plan: Plan, inputs: KdaInputs | LightningInputs, states: States, out: to
         if states.state is not None:
             rows = load_states(states.state, states.indices, None, sequences=plan.sequences)
             initial = to_k_first(rows).contiguous()
-        step = _kda if isinstance(plan.form, KdaForm) else _lightning
+        step: Callable = _kda if isinstance(plan.form, KdaForm) else _lightning
         o, final = step(plan.form, inputs, initial, states.cu_seqlens)
         if states.indices is not None:
             named = valid_slots(states.indices, states.state.shape[0])

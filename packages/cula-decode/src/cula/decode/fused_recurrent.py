@@ -4,7 +4,7 @@ import torch
 
 from cula.common.checks import needs_grad, require, require_known_keywords, require_tensor
 from cula.common.layouts import state_shape, to_k_first, to_v_first
-from cula.common.reference import KdaInputs, kda_forward
+from cula.common.reference import KdaForm, KdaInputs, kda_forward
 from cula.decode.call import States
 from cula.decode.plan import plan_kda
 from cula.decode.run import fused_recurrent_kda_op
@@ -106,6 +106,7 @@ def fused_recurrent_kda(
         inputs = KdaInputs(q, k, v, g, beta, A_log, dt_bias)
         states = States(initial_state, False, cu_seqlens=cu_seqlens)
         plan = plan_kda("fused_recurrent_kda", inputs, states, out, **form, backend="reference")
+        assert isinstance(plan.form, KdaForm)
         initial = None if initial_state is None else to_k_first(initial_state)
         result = kda_forward(plan.form, inputs, initial, cu_seqlens=cu_seqlens)
         final = to_v_first(result.final) if state_v_first else result.final

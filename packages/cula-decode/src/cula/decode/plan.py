@@ -231,7 +231,8 @@ def _no_kernel(dims: Dims, states: States, out: torch.Tensor, device: torch.devi
             return f"{arg}: strides {list(x.stride())}; each head's matrix must be contiguous"
         if x.data_ptr() % 16 or any(s * x.element_size() % 16 for s in x.stride()[:-2]):
             return f"{arg}: its matrices must start at multiples of 16 bytes"
-    if states.tokens is not None and _v_first(states.tokens) != _v_first(states.state):
+    tokens, state = states.tokens, states.state
+    if tokens is not None and state is not None and _v_first(tokens) != _v_first(state):
         return "token_states: V-first and K-first mixed with state"
     return missing_compiler()
 
@@ -285,6 +286,7 @@ def kernel_config(
     }
     if isinstance(form, LightningForm):
         return LightningDecodeConfig(**common)
+    assert isinstance(inputs, KdaInputs)  # as the form says
     uses_a = form.gate.form in ("softplus", "bounded")
     bias = inputs.dt_bias if form.gate.has_bias else None
     return KdaDecodeConfig(

@@ -3,6 +3,8 @@
 What a step does to its slots is here; the mathematics is `cula.common.reference`.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from cula.common.layouts import to_k_first, to_v_first
@@ -58,7 +60,7 @@ def forward(
     **options,
 ):
     """`kda_forward` or `lightning_forward`, as the form says."""
-    step = kda_forward if isinstance(form, KdaForm) else lightning_forward
+    step: Callable = kda_forward if isinstance(form, KdaForm) else lightning_forward
     return step(form, inputs, initial, **options)
 
 
@@ -88,7 +90,7 @@ def store(
         _store_token(plan, states, mark, named)
     if states.final is not None:
         states.final.copy_(final)
-    elif states.update and not states.per_token:
+    elif states.state is not None and states.update and not states.per_token:
         store_states(states.state, states.indices, final)
 
 
@@ -106,7 +108,9 @@ def _store_token(plan: Plan, states: States, mark: Mark, named: torch.Tensor | N
             kept.index_copy_(0, rows, new)
         else:  # the buffer's batch and token strides cannot be merged into one
             states.tokens[rows // plan.dims.T, rows % plan.dims.T] = new
-    if states.per_token and states.update and token < states.indices.shape[1]:
+    if not (states.per_token and states.update) or states.state is None:
+        return
+    if token < states.indices.shape[1]:
         slots = torch.where(named[numbers], states.indices[numbers, token], -1)
         store_states(states.state, slots, values)
 

@@ -250,11 +250,11 @@ def _launch(
     function = jit.compiled(plan.config, plan.arch)
     if torch.cuda.device_count() > 1:
         function = _on_device(function, inputs.q.device)
+    q, k, v, g, *rest = inputs
     if isinstance(plan.form, KdaForm):
-        q, k, v, g, *rest = inputs
         lower_bound = plan.form.gate.lower_bound or 0.0
     else:
-        (q, k, v, g), rest, lower_bound = inputs, (None, None, None), 0.0
+        rest, lower_bound = [None, None, None], 0.0
     given = (q, k, v, g, out)
     q, k, v, g, target = (_dense_channels(x) for x in given)
     function(
