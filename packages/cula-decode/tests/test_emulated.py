@@ -172,8 +172,9 @@ def test_bounds_out_of_range_are_clamped(oracle, emulator, monkeypatch, dtype):
         before = {n: y.clone() if torch.is_tensor(y) else y for n, y in x.items()}
         want = oracle.expected(before)
         kda_decode(**x, out=out.tensor)
-        assert_close("o", out.tensor[want.written], want.o[want.written], 4e-3)
-        assert out.tensor[~want.written].isnan().all()
+        alone = want.owners == 1  # where bounds decrease, two sequences may have a token
+        assert_close("o", out.tensor[alone], want.o[alone], 4e-3)
+        assert out.tensor[want.owners == 0].isnan().all()
         assert_close("state", x["state"], want.pool, 4e-3)
         assert all(b.untouched() for b in (*buffers.values(), out))
 
