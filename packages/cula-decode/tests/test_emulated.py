@@ -87,6 +87,7 @@ PATHS = [
     "kda: at the lower bound",
     "kda: masked",
     "kda: no decay",
+    "kda: tiny keys",
     "kda: beta to 2",
     "kda: recurrent",
     "kda: recurrent, no initial state, V-first",
@@ -217,6 +218,82 @@ def test_inputs_with_strided_channels_are_copied(oracle, emulator):
     out = torch.empty(*x["v"].shape, 2, dtype=x["v"].dtype)[..., 0]
     assert lightning_decode(**x, out=out) is out
     assert not run._launches
+
+
+REFUSED = [
+    ("mQ", lambda x: x.half(), ValueError),
+    ("mQ", lambda x: x[..., :64], ValueError),
+    ("mQ", lambda x: x[0], ValueError),
+    ("mQ", lambda x: x.repeat_interleave(2, dim=-1)[..., ::2], ValueError),
+    ("mQ", lambda x: None, TypeError),
+    ("mQ", lambda x: x.tolist(), TypeError),
+    ("mK", lambda x: x[:1], ValueError),
+    ("mV", lambda x: x[:, :, :1], ValueError),
+    ("mG", lambda x: x.float(), ValueError),
+    ("mBeta", lambda x: x[..., :1], ValueError),
+    ("mA", lambda x: x[:1], ValueError),
+    ("mA", lambda x: None, TypeError),
+    ("mS", lambda x: x[:, :1], ValueError),
+    ("mS", lambda x: x.mT, ValueError),
+    ("mS", lambda x: x.bfloat16(), ValueError),
+    ("mS", lambda x: None, TypeError),
+    ("mS", lambda x: torch.cat([x.flatten(), x.new_zeros(1)])[1:].view(x.shape), ValueError),
+    ("mS", lambda x: torch.zeros(4, 2 * 128 * 128 + 2)[:, :-2].view(x.shape), ValueError),
+    ("mSout", lambda x: torch.zeros(2, 2, 128, 128), TypeError),
+    ("mIndex", lambda x: x[:1], ValueError),
+    ("mIndex", lambda x: x.long(), ValueError),
+    ("mIndex", lambda x: x[:, None], ValueError),
+    ("mIndex", lambda x: None, TypeError),
+    ("mAccepted", lambda x: torch.ones(2, dtype=torch.int32), TypeError),
+    ("mCu", lambda x: torch.zeros(3, dtype=torch.int32), TypeError),
+    ("mTS", lambda x: torch.zeros(2, 1, 2, 128, 128), TypeError),
+    ("mO", lambda x: x.float(), ValueError),
+    ("mO", lambda x: x[:1], ValueError),
+    ("scale", lambda x: "one", TypeError),
+    ("scale", lambda x: None, TypeError),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong", "error"), REFUSED)
+def test_the_compiled_function_checks_its_arguments(name, wrong, error):
+    """Before it launches anything, and with the errors that calls past the plan look for."""
+    case = dataclasses.replace(CASES["kda: named slots"], B=2)
+    x = make_inputs(case)
+    arguments = {
+        "mQ": x["q"],
+        "mK": x["k"],
+        "mV": x["v"],
+        "mG": x["g"],
+        "mBeta": x["beta"],
+        "mA": x["A_log"],
+        "mBias": x["dt_bias"],
+        "mS": x["state"],
+        "mSout": None,
+        "mIndex": x["state_indices"],
+        "mAccepted": None,
+        "mCu": None,
+        "mTS": None,
+        "mO": torch.zeros_like(x["v"]),
+        "scale": 0.1,
+        "lower_bound": -5.0,
+    }
+    function = compiled(kernel_config(case, ARCH))
+    with ptxemu.device() as device:
+        function(*arguments.values())
+        assert len(device.launches) == 1
+        arguments[name] = wrong(arguments[name])
+        with pytest.raises(error, match="^(Mismatched|Misaligned|Invalid) "):
+            function(*arguments.values())
+        assert len(device.launches) == 1
+
+
+def test_the_compiled_function_wants_a_gpu():
+    case = dataclasses.replace(CASES["lightning: one token"], B=1)
+    x = make_inputs(case)
+    tokens = (x["q"], x["k"], x["v"], x["g_gamma"])
+    rest = (None, None, None, x["state"], None, None, None, None, None)
+    with pytest.raises(ValueError, match="expected device_type=cuda"):
+        compiled(kernel_config(case, ARCH))(*tokens, *rest, torch.zeros_like(x["v"]), 1.0, 0.0)
 
 
 class TestSecondCall:

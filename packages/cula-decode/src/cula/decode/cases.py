@@ -158,6 +158,7 @@ def _kda_only() -> dict[str, Case]:
         "bf16 beta": replace(case, beta_dtype=torch.bfloat16),
         "unnormalised": replace(several, l2norm=False, qk_scale=128**-0.5),
         "unnormalised, long keys": replace(case, l2norm=False, gate="given", bias="none"),
+        "tiny keys": replace(several, qk_scale=1e-4),  # what is added to the norms counts
         "repeated keys": replace(given, repeated_keys=True, gate_mean=-8.0),
         "repeated keys, beta 2": replace(
             given, repeated_keys=True, gate_mean=-8.0, beta="sigmoid2", beta_mean=20.0
