@@ -282,7 +282,7 @@ def test_the_compiled_function_checks_its_arguments(name, wrong, error):
         function(*arguments.values())
         assert len(device.launches) == 1
         arguments[name] = wrong(arguments[name])
-        with pytest.raises(error, match="^(Mismatched|Misaligned|Invalid) "):
+        with pytest.raises(error, match=r"^(Mismatched|Misaligned|Invalid) "):
             function(*arguments.values())
         assert len(device.launches) == 1
 
@@ -324,9 +324,15 @@ class TestSecondCall:
             {"gate_dtype": torch.float32},
             {"parameter_dtype": torch.bfloat16},
             {"bias": "2-D"},
+            {"bias": "none"},
+            {"gate": "softplus"},
             {"gate": "sigmoid"},
+            {"gate": "given"},
             {"beta": "sigmoid"},
+            {"beta": "sigmoid2"},
+            {"l2norm": False},
             {"update_state": False},
+            {"token_states": True},
         ],
         ids=str,
     )
@@ -334,6 +340,15 @@ class TestSecondCall:
         oracle.decode("kda_decode", first.inputs(**changes))
         assert len(first.emulator.configs) == 2
         assert len(set(first.emulator.configs)) == 2
+
+    def test_so_it_is_with_lightning(self, oracle, emulator):
+        kinds = ({}, {"slots": "own"}, {"state": torch.bfloat16}, {"update_state": False})
+        for _ in range(2):
+            for changes in kinds:
+                x = inputs_of("lightning: named slots", B=2, H=1, HV=1, **changes)
+                oracle.decode("lightning_decode", x)
+        assert len(emulator.configs) == len(set(emulator.configs)) == len(kinds)
+        assert len(emulator.launches) == 2 * len(kinds)
 
     def test_padded_slots_and_strides_need_no_plan(self, oracle, first):
         oracle.decode("kda_decode", first.inputs(padding=64, packed=True))
