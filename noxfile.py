@@ -104,7 +104,7 @@ def typecheck(session: nox.Session) -> None:
     """Pyright's basic rules over the host code (device code is CuTe DSL's to check)."""
     # basedpyright is pyright with Node.js as a wheel: it downloads nothing at first use.
     prepare(session, *PACKAGES, tools=("basedpyright",))
-    session.run("basedpyright", *session.posargs)
+    session.run("basedpyright", "--project", "pyproject.toml", *session.posargs)
 
 
 @nox.session(venv_backend="none")
