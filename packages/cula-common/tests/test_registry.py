@@ -255,5 +255,5 @@ def test_a_container_reaches_the_implementation():
         raise TypeError(f"x: {type(x).__name__}; must be a torch.Tensor")
 
     op = registry.register_op("test_complains", complains, mutates=("out",))
-    with pytest.raises(TypeError, match="x: list; must be a torch.Tensor"):
+    with pytest.raises(TypeError, match=r"x: list; must be a torch\.Tensor"):
         op([1.0], torch.zeros(1))

@@ -13,10 +13,8 @@ _library = torch.library.Library("cula", "FRAGMENT")
 # What an eager call may hold to go straight to the implementation. Anything else (fake tensors,
 # tensor subclasses, symbolic sizes, tracing proxies) goes through PyTorch's dispatcher. Containers
 # are nobody's argument; the implementation's error for them is clearer than the dispatcher's.
-_PLAIN = frozenset(
-    (torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype)
-    + (list, tuple, dict)
-)
+_SCALARS = (type(None), bool, int, float, str, torch.dtype)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, *_SCALARS, list, tuple, dict))
 
 
 def evaluated_while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
