@@ -154,6 +154,37 @@ def test_steps_of_any_length(oracle, call, T):
     oracle.decode(call, inputs_of(call, "several tokens", T=T, B=2, H=1, HV=1), backend="cute")
 
 
+@EACH
+def test_packed_prompts(oracle, call):
+    x = inputs_of(call, "varlen", lengths=(65, 66, 71, 79), H=1, HV=1)
+    oracle.decode(call, x, backend="cute")
+
+
+@EACH
+@pytest.mark.parametrize("token", [0, 3, 21])
+def test_outputs_do_not_see_later_tokens(call, token):
+    x = inputs_of(call, "several tokens", T=22, update_state=False)
+    o = CALLS[call](**x, backend="cute")
+    for name in PER_TOKEN:
+        if name in x:
+            changed = copy_of(x)
+            changed[name][:, token] = 3.0
+            other = CALLS[call](**changed, backend="cute")
+            assert same_bits(o[:, :token], other[:, :token])
+            assert not same_bits(o[:, token:], other[:, token:])
+
+
+@EACH
+@pytest.mark.parametrize("name", ["named slots", "several tokens", "speculative"])
+def test_grouped_heads_equal_repeated_ones(call, name):
+    x = inputs_of(call, name, H=2, HV=8)
+    repeated = copy_of(x)
+    for n in ("q", "k"):
+        repeated[n] = repeated[n].repeat_interleave(4, dim=2)
+    assert same_bits(CALLS[call](**x, backend="cute"), CALLS[call](**repeated, backend="cute"))
+    assert same_bits(x["state"], repeated["state"])
+
+
 # --- what else is read and written ----------------------------------------------------------------
 
 
