@@ -4,6 +4,7 @@ signatures of its releases and compute by the oracle of conftest.py."""
 import pytest
 import torch
 
+from cula.common.reference import LightningForm
 from cula.common.testing import assert_close
 from cula.lightning import chunk_lightning_attn, fla_fallback, lightning_prefill
 from cula.lightning.cases import CASES, make_inputs
@@ -17,6 +18,23 @@ class Twin:
     def __init__(self, oracle) -> None:
         self.oracle = oracle
         self.chunk_sizes = []
+        self.recurrent = 0
+
+    def fused_recurrent(
+        self,
+        q,
+        k,
+        v,
+        g_gamma=None,
+        scale=None,
+        initial_state=None,
+        output_final_state=False,
+        cu_seqlens=None,
+    ):
+        self.recurrent += 1
+        return self.compute(
+            q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens
+        )
 
     def compute(self, q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens):
         assert g is None and q.shape[2] == v.shape[2] == g_gamma.shape[0]
@@ -79,8 +97,23 @@ def fla_0_6(oracle):
 @pytest.fixture(params=[fla_0_4_2, fla_0_6], ids=["0.4.2", "0.6"])
 def fla(request, oracle, monkeypatch) -> Twin:
     twin, function = request.param(oracle)
-    monkeypatch.setattr(fla_fallback, "fla_function", lambda path: function)
+    paths = {
+        fla_fallback.CHUNK_SIMPLE_GLA: function,
+        fla_fallback.RECURRENT_SIMPLE_GLA: twin.fused_recurrent,
+    }
+    monkeypatch.setattr(fla_fallback, "fla_function", paths.__getitem__)
     return twin
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 128, 130])
+def test_a_final_state_after_a_partial_chunk_is_not_left_to_the_chunked_kernel(
+    fla: Twin, tokens: int
+) -> None:
+    x = torch.randn(1, tokens, 2, 64)
+    inputs = LightningInputs(x, x, x, torch.tensor([0.0, -7.9]))
+    for final in (True, False):
+        fla_fallback.chunk(LightningForm(1.0), inputs, None, output_final_state=final)
+    assert (fla.recurrent, len(fla.chunk_sizes)) == ((0, 2) if tokens % 64 == 0 else (1, 1))
 
 
 @pytest.mark.parametrize("name", ["tail", "grouped heads", "varlen, empty ones", "checkpoints"])
@@ -100,7 +133,7 @@ def test_forward_is_the_reference(fla: Twin, name: str) -> None:
         for mark, other in zip(given.marks, right.marks, strict=True):
             assert mark.starts == other.starts and mark.count == other.count
             assert_close("mark", mark.states, other.states, 1e-5)
-    assert len(fla.chunk_sizes) >= 2
+    assert len(fla.chunk_sizes) + fla.recurrent >= 2
 
 
 def test_calls_reach_fla(fla: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +151,7 @@ def test_calls_reach_fla(fla: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
         q.requires_grad_()
         grad = torch.autograd.grad(chunk_lightning_attn(q, k, v, 1, 2)[0].sum(), q)[0]
         results[backend] = (o, inputs["state"], *chunked, grad)
-    assert len(fla.chunk_sizes) == 3 and set(fla.chunk_sizes[1:]) <= {None, 32, 64}
+    assert len(fla.chunk_sizes) + fla.recurrent == 3
+    assert set(fla.chunk_sizes[1:]) <= {None, 32, 64}
     for given, right in zip(*results.values(), strict=True):
         assert_close("result", given, right, 5e-3)

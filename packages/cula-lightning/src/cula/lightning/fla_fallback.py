@@ -15,6 +15,8 @@ from cula.common.ragged import Scan, scan, sequences_of
 from cula.lightning.reference import LightningForm, LightningInputs
 
 CHUNK_SIMPLE_GLA = "fla.ops.simple_gla.chunk_simple_gla"
+RECURRENT_SIMPLE_GLA = "fla.ops.simple_gla.fused_recurrent_simple_gla"
+CHUNK = 64  # FLA's tile is this or divides it
 MAX_GRID = 65535  # FLA launches a grid row per (sequence, head)
 
 
@@ -39,12 +41,27 @@ def chunk(
 
     FLA has no grouped value heads here, so q and k are repeated for them. `chunk_size` only sets
     FLA's tile; versions that choose it themselves do not get it.
+
+    A final state after a partial chunk comes from FLA's recurrent kernel, which is slower: its
+    chunked one weighs rows past a sequence's end by a growing power of the decay before it masks
+    them, and where that overflows (g_gamma below about -1.4) the state is nan.
     """
-    function = fla_function(CHUNK_SIMPLE_GLA)
-    parameters = inspect.signature(function).parameters.values()
     q, k, v, g_gamma = inputs
     if v.shape[2] != q.shape[2]:
         q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
+    if output_final_state and (cu_seqlens is not None or v.shape[1] % CHUNK):
+        return fla_function(RECURRENT_SIMPLE_GLA)(
+            q,
+            k,
+            v,
+            g_gamma=g_gamma,
+            scale=form.scale,
+            initial_state=initial,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+        )
+    function = fla_function(CHUNK_SIMPLE_GLA)
+    parameters = inspect.signature(function).parameters.values()
     options = {}
     # 0.4.2 names all its keywords, and chunk_size is not among them.
     if chunk_size is not None and any(p.kind is p.VAR_KEYWORD for p in parameters):
