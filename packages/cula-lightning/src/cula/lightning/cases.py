@@ -1,10 +1,15 @@
 """Named shapes and inputs of Lightning prefill: one list for tests, compile checks, benchmarks."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from cula.common.dims import dims_of
 from cula.common.recurrence import lightning_log_decay
+from cula.common.varlen import schedule_configs
+from cula.lightning.kernel_plan import KERNEL_ARCH, KERNEL_DIMS, kernel_config
+from cula.lightning.sm90.config import CHUNK, PrefillConfig, States
 
 
 @dataclass(frozen=True)
@@ -85,3 +90,55 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -
         inputs["checkpoints"] = torch.zeros(rows, case.HV, case.V, case.K)
         inputs["checkpoint_interval"] = case.checkpoint_interval
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+
+
+def kernel_config_of(case: Case, sms: int = 132) -> PrefillConfig:
+    """What the kernel of a case's call is compiled for, on a GPU of so many multiprocessors."""
+    x = make_inputs(case)
+    config, _ = kernel_config(
+        x["q"],
+        dims_of(x["q"], x["k"], x["v"]),
+        len(case.lengths),
+        initial=x.get("state"),
+        final=x.get("state"),
+        state_indices=x.get("state_indices"),
+        mask="has_initial_state" in x,
+        checkpoints=x.get("checkpoints"),
+        varlen=case.varlen,
+        sms=sms,
+    )
+    return config
+
+
+def kernel_configs(which: Literal["common", "all"] = "all", arch: str = KERNEL_ARCH) -> tuple:
+    """What to compile for a GPU.
+
+    "common": bfloat16, D = 128, float32 states: what serving engines and the FLA-named call use.
+    "all": also what the cases use.
+    """
+    if which not in ("common", "all"):
+        raise ValueError(f"which: {which!r}; must be 'common' or 'all'")
+    if arch != KERNEL_ARCH:
+        return ()
+    v_first, k_first = States("fp32", True), States("fp32", False)
+    forms = [
+        {},
+        {"final": k_first},
+        {"initial": k_first, "final": k_first},
+        {"initial": v_first, "final": v_first},
+        {"initial": v_first, "final": v_first, "state_indices": "int32"},
+        {"initial": v_first, "final": v_first, "state_indices": "int32", "mask": True},
+    ]
+    configs = {
+        PrefillConfig(K=128, V=128, warpgroups=groups, io="bf16", varlen=varlen, **form): None
+        for varlen in (False, True)
+        for groups in (1, 2)
+        for form in forms
+    }
+    configs.update(dict.fromkeys(schedule_configs(CHUNK)))
+    if which == "all":
+        for case in CASES.values():
+            if (case.K, case.V) in KERNEL_DIMS and case.dtype != torch.float32:
+                for sms in (1, 132):
+                    configs[kernel_config_of(case, sms)] = None
+    return tuple(configs)

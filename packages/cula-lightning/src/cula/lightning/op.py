@@ -4,12 +4,16 @@ The recurrence is that of Qin et al., "Lightning Attention-2" (2024).
 """
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from cula.common.checks import needs_grad, require, require_tensor
 from cula.common.layouts import state_shape
 from cula.common.recurrence import lightning_log_decay
 from cula.lightning.reference import LightningInputs
 from cula.lightning.run import chunk_by_fallback, chunk_op, prefill_op
+
+MAX_LOG_DECAYS = 1024  # one for each layer
+_log_decays: dict[tuple, torch.Tensor] = {}
 
 
 def lightning_prefill(
@@ -144,10 +148,9 @@ def chunk_lightning_attn(
             require_tensor(arg, x)
     require(not head_first, "head_first", head_first, "must be False: inputs are [B, T, H, ...]")
     B, HV, K, V = q.shape[0], v.shape[2], q.shape[3], v.shape[3]
-    g_gamma = lightning_log_decay(HV, layer_idx, num_layers, device=q.device)
     if needs_grad(q, k, v, initial_state):
         return chunk_by_fallback(
-            LightningInputs(q, k, v, g_gamma),
+            LightningInputs(q, k, v, lightning_log_decay(HV, layer_idx, num_layers, q.device)),
             initial_state,
             scale=scale,
             output_final_state=output_final_state,
@@ -158,6 +161,7 @@ def chunk_lightning_attn(
             backend=backend,
         )
 
+    g_gamma = _log_decay(HV, layer_idx, num_layers, q.device)
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     final_state = None
     if output_final_state:
@@ -180,3 +184,19 @@ def chunk_lightning_attn(
         final_state,
     )
     return out, final_state
+
+
+def _log_decay(heads: int, layer_idx: int, num_layers: int, device: torch.device) -> torch.Tensor:
+    """A layer's log decays, kept: they are the same for every call, and cost more launches than it.
+
+    Not kept while a graph is captured or traced, whose tensors hold nothing until it is replayed.
+    """
+    if device.type != "cuda" or is_dynamo_compiling() or torch.cuda.is_current_stream_capturing():
+        return lightning_log_decay(heads, layer_idx, num_layers, device=device)
+    key = (heads, layer_idx, num_layers, device)
+    if key not in _log_decays:
+        if len(_log_decays) >= MAX_LOG_DECAYS:
+            _log_decays.clear()
+        with torch.inference_mode(False):
+            _log_decays[key] = lightning_log_decay(heads, layer_idx, num_layers, device=device)
+    return _log_decays[key]

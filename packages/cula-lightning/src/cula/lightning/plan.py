@@ -4,15 +4,16 @@ from dataclasses import dataclass
 
 import torch
 
+from cula.common.arch import sm_count
 from cula.common.backends import Backend, choose_backend
 from cula.common.checks import require, require_cu_seqlens, require_tensor
 from cula.common.dims import Dims, dims_of
 from cula.common.layouts import require_state
 from cula.common.pool import require_checkpoints, require_pool
 from cula.lightning import fla_fallback
+from cula.lightning.kernel_plan import kernel_config, no_kernel
 from cula.lightning.reference import LightningForm
-
-NO_KERNEL = "this version has no CuTe DSL kernel for chunked Lightning Attention"
+from cula.lightning.sm90.config import PrefillConfig
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,14 @@ class Plan:
     backend: Backend
     reason: str
     """Why the backend is not our kernel; empty if it is."""
+    config: PrefillConfig | None = None
+    blocks: int = 0
+    """Of the kernel's launch."""
+
+    @property
+    def units(self) -> int:
+        """(sequence, head, part)s that the kernel's blocks share."""
+        return 0 if self.config is None else self.sequences * self.dims.HV * self.config.parts
 
     @property
     def empty(self) -> bool:
@@ -43,6 +52,7 @@ class Plan:
             "lightning",
             _short(self.dtype),
             f"k{self.dims.K}v{self.dims.V}",
+            f"wg{self.config.warpgroups}" if self.config else "",
             f"state.{_short(self.state_dtype)}" if self.state_dtype else "",
             "varlen" if self.varlen else "",
             "checkpoints" if self.checkpoint_interval else "",
@@ -78,7 +88,22 @@ def plan_prefill(
         require_tensor(
             "out", out, shape=v.shape, dims="[B, T, HV, V]", dtypes=(q.dtype,), device=q.device
         )
-    chosen, reason = _backend("lightning_prefill", backend, q.device, dims, sequences)
+    missing = no_kernel(q, dims, {"state": state, "checkpoints": checkpoints})
+    chosen, reason = _backend("lightning_prefill", backend, q.device, dims, sequences, missing)
+    config, blocks = None, 0
+    if chosen == "cute":
+        config, blocks = kernel_config(
+            q,
+            dims,
+            sequences,
+            initial=state,
+            final=state,
+            state_indices=state_indices,
+            mask=has_initial_state is not None,
+            checkpoints=checkpoints,
+            varlen=cu_seqlens is not None,
+            sms=sm_count(q.device),
+        )
     return Plan(
         "lightning_prefill",
         dims,
@@ -90,6 +115,8 @@ def plan_prefill(
         checkpoint_interval,
         chosen,
         reason,
+        config,
+        blocks,
     )
 
 
@@ -104,12 +131,14 @@ def plan_chunk(
     cu_seqlens: torch.Tensor | None = None,
     cu_seqlens_cpu: torch.Tensor | None = None,
     chunk_size: int = 64,
+    final_state: torch.Tensor | None = None,
     differentiable: bool = False,
     backend: str = "auto",
 ) -> Plan:
     """The plan of `chunk_lightning_attn` with these arguments; raises what the call raises.
 
     Args:
+        final_state: where the kernel is to put the final state, of the call's own making.
         differentiable: whether gradients are needed.
     """
     dims = dims_of(q, k, v)
@@ -132,8 +161,23 @@ def plan_chunk(
         chunk_size,
         "must be a power of 2",
     )
-    why = "gradients are needed" if differentiable else ""
-    chosen, reason = _backend("chunk_lightning_attn", backend, q.device, dims, sequences, why)
+    missing = "gradients are needed" if differentiable else no_kernel(q, dims, {})
+    chosen, reason = _backend("chunk_lightning_attn", backend, q.device, dims, sequences, missing)
+    config, blocks = None, 0
+    if chosen == "cute":
+
+        def v_first(x: torch.Tensor | None) -> torch.Tensor | None:
+            return x if x is None or state_v_first else x.mT
+
+        config, blocks = kernel_config(
+            q,
+            dims,
+            sequences,
+            initial=v_first(initial_state),
+            final=v_first(final_state),
+            varlen=cu_seqlens is not None,
+            sms=sm_count(q.device),
+        )
     return Plan(
         "chunk_lightning_attn",
         dims,
@@ -145,6 +189,8 @@ def plan_chunk(
         None,
         chosen,
         reason,
+        config,
+        blocks,
     )
 
 
@@ -187,10 +233,9 @@ def _backend(
     device: torch.device,
     dims: Dims,
     sequences: int,
-    also: str = "",
+    cute_missing: str | None,
 ) -> tuple[Backend, str]:
     """The backend, and why it is not our kernel."""
-    cute_missing = "; ".join(part for part in (also, NO_KERNEL) if part)
     fla_missing = fla_fallback.missing(dims, sequences)
     chosen = choose_backend(
         call, requested, device, cute_missing=cute_missing, fla_missing=fla_missing
@@ -199,6 +244,8 @@ def _backend(
         return chosen, ""
     if device.type != "cuda":
         return chosen, f"the tensors are on {device}"
+    if cute_missing is None:
+        return chosen, "asked for"
     if chosen == "reference" and fla_missing:
         return chosen, f"{cute_missing}; {fla_missing}"
     return chosen, cute_missing

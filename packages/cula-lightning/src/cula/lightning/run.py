@@ -1,11 +1,15 @@
-"""From a call's arguments to its backend: what the operators of this package run."""
+"""From a call's arguments to its backend: what the operators of this package run.
+
+A call whose plan was our kernel leaves its launch behind under a short key, and the next such call
+goes straight to it (launch.py).
+"""
 
 import torch
 
 from cula.common.layouts import to_k_first, to_v_first
 from cula.common.pool import load_states, store_checkpoints, store_states
 from cula.common.registry import register_op
-from cula.lightning import fla_fallback, reference
+from cula.lightning import fla_fallback, launch, reference
 from cula.lightning.plan import Plan, plan_chunk, plan_prefill
 from cula.lightning.reference import LightningInputs
 
@@ -26,6 +30,46 @@ def _prefill(
     backend: str,
     validate: bool,
 ) -> None:
+    key = None
+    if not validate:
+        try:
+            key = (
+                q.shape,
+                v.shape,
+                q.dtype,
+                q.get_device(),
+                None if state is None else (state.shape, state.dtype, state.stride(3)),
+                _kind(state_indices),
+                _kind(has_initial_state),
+                _kind(cu_seqlens),
+                None
+                if checkpoints is None
+                else (checkpoints.shape, checkpoints.dtype, checkpoints.stride(3)),
+                checkpoint_interval,
+                backend,
+            )
+        except (AttributeError, IndexError):  # something is no tensor, or has too few dimensions
+            key = None
+    known = launch.kept(key)
+    if known is not None:
+        try:
+            known(
+                q,
+                k,
+                v,
+                g_gamma,
+                state,
+                state,
+                state_indices,
+                has_initial_state,
+                checkpoints,
+                cu_seqlens,
+                out,
+                q.shape[3] ** -0.5 if scale is None else scale,
+            )
+            return
+        except (TypeError, ValueError):  # what the compiled function refuses is planned anew
+            pass
     plan = plan_prefill(
         q,
         k,
@@ -42,6 +86,23 @@ def _prefill(
         backend=backend,
         validate=validate,
     )
+    if plan.backend == "cute" and not plan.empty:
+        launch.run(
+            plan,
+            key,
+            q,
+            k,
+            v,
+            g_gamma,
+            state,
+            state,
+            state_indices,
+            has_initial_state,
+            checkpoints,
+            cu_seqlens,
+            out,
+        )
+        return
     by_fla = plan.backend == "fla" and not plan.empty
     forward = fla_fallback.forward if by_fla else reference.lightning_forward
     with torch.no_grad():
@@ -59,6 +120,10 @@ def _prefill(
             store_states(state, state_indices, to_v_first(result.final))
         if checkpoints is not None and checkpoint_interval is not None:
             store_checkpoints(checkpoints, checkpoint_interval, result.marks)
+
+
+def _kind(x: torch.Tensor | None) -> tuple | None:
+    return None if x is None else (x.shape, x.dtype)
 
 
 prefill_op = register_op("lightning_prefill", _prefill, mutates=("state", "checkpoints", "out"))
@@ -79,6 +144,31 @@ def _chunk(
     out: torch.Tensor,
     final_state: torch.Tensor | None,
 ) -> None:
+    states = (initial_state, final_state)  # V-first by shape
+    if not state_v_first:
+        states = tuple(x if x is None else x.mT for x in states)
+    key = None
+    if cu_seqlens_cpu is None:
+        key = (
+            q.shape,
+            v.shape,
+            q.dtype,
+            q.get_device(),
+            initial_state if initial_state is None else (initial_state.shape, initial_state.dtype),
+            final_state is None,
+            _kind(cu_seqlens),
+            state_v_first,
+            chunk_size,
+            backend,
+        )
+        known = launch.kept(key)
+        if known is not None:
+            try:
+                factor = q.shape[3] ** -0.5 if scale is None else scale
+                known(q, k, v, g_gamma, *states, None, None, None, cu_seqlens, out, factor)
+                return
+            except (TypeError, ValueError):  # what the compiled function refuses is planned anew
+                pass
     plan = plan_chunk(
         q,
         k,
@@ -89,8 +179,12 @@ def _chunk(
         cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu,
         chunk_size=chunk_size,
+        final_state=final_state,
         backend=backend,
     )
+    if plan.backend == "cute" and not plan.empty:
+        launch.run(plan, key, q, k, v, g_gamma, *states, None, None, None, cu_seqlens, out)
+        return
     with torch.no_grad():
         results = _run_chunk(
             plan,

@@ -1,0 +1,89 @@
+"""Which kernel runs a call, if any: from shapes, strides and dtypes alone."""
+
+import torch
+
+from cula.common.arch import arch_of, missing_compiler
+from cula.common.dims import Dims
+from cula.common.layouts import has_dense_slots, to_k_first
+from cula.lightning.sm90.config import PrefillConfig, States
+
+KERNEL_ARCH = "sm_90a"
+KERNEL_DIMS = ((128, 128), (64, 64))
+NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+
+
+def kernel_config(
+    q: torch.Tensor,
+    dims: Dims,
+    sequences: int,
+    *,
+    initial: torch.Tensor | None,
+    final: torch.Tensor | None,
+    state_indices: torch.Tensor | None = None,
+    mask: bool = False,
+    checkpoints: torch.Tensor | None = None,
+    varlen: bool,
+    sms: int,
+) -> tuple[PrefillConfig, int]:
+    """What the kernel of such a call is compiled for, and how many blocks to launch.
+
+    Looks at shapes, strides and dtypes alone.
+
+    Args:
+        initial, final, checkpoints: V-first by shape, whatever their layout in memory.
+        sms: multiprocessors of the GPU.
+    """
+    # A block with two warpgroups loads a head's q and k once; with one, twice as many blocks share
+    # the work. Half a head a block is for when whole heads leave half of the GPU idle.
+    warpgroups = 1 if dims.V == 64 or 2 * sequences * dims.HV <= sms else 2
+    config = PrefillConfig(
+        K=dims.K,
+        V=dims.V,
+        warpgroups=warpgroups,
+        io=NAMES[q.dtype],
+        initial=_states(initial),
+        final=_states(final),
+        state_indices=None if state_indices is None else NAMES[state_indices.dtype],
+        mask=mask,
+        checkpoints=_states(checkpoints),
+        varlen=varlen,
+    )
+    return config, min(sequences * dims.HV * config.parts, sms)
+
+
+def _states(x: torch.Tensor | None) -> States | None:
+    return None if x is None else States(NAMES[x.dtype], x.stride(-1) == 1)
+
+
+def loadable_states(x: torch.Tensor) -> bool:
+    """Whether the kernel reads and writes states [slots, HV, V, K] where they lie."""
+    dense = has_dense_slots(x) or has_dense_slots(to_k_first(x))
+    return dense and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:2])
+
+
+def no_kernel(q: torch.Tensor, dims: Dims, states: dict[str, torch.Tensor | None]) -> str | None:
+    """Why our kernel cannot run this, or None."""
+    if q.device.type != "cuda":
+        return None
+    arch = arch_of(q.device)
+    if arch != KERNEL_ARCH:
+        return (
+            f"no kernel of chunked Lightning Attention for {arch}; there is one for {KERNEL_ARCH}"
+        )
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"no kernel for q of {q.dtype}; it must be bfloat16 or float16"
+    if (dims.K, dims.V) not in KERNEL_DIMS:
+        return f"no kernel for K = {dims.K}, V = {dims.V}; both must be 64 or both 128"
+    for arg, x in states.items():
+        if x is not None and not loadable_states(x):
+            return (
+                f"{arg}: strides {list(x.stride())}; slots and heads must start at multiples of 8 "
+                "elements and the whole at one of 16 bytes"
+            )
+    return missing_compiler()

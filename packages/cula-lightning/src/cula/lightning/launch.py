@@ -1,0 +1,165 @@
+"""Our kernel's launch: what a kind of call needs is found once and kept.
+
+A prefill of a few thousand tokens takes the GPU tens of microseconds, so the host's share counts.
+The key of a kept launch holds what selects a kernel and what nobody else checks; that all other
+sizes, dtypes, strides and alignments fit, the compiled function sees by itself, and a call that it
+refuses is planned anew.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from cula.common import jit
+from cula.common.varlen import VarlenPlan
+from cula.lightning.kernel_plan import KERNEL_ARCH, loadable_states
+from cula.lightning.plan import Plan
+from cula.lightning.sm90.config import CHUNK
+
+MAX_LAUNCHES = 4096  # one for each kind of call and batch size
+WHOLE = 2**31 - 1  # chunks a segment, where no sequence is cut
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Everything about a kind of call but its tensors and scale."""
+
+    kernel: Callable[..., None]
+    schedule: Callable[..., None] | None
+    schedule_args: tuple[int, ...]
+    workspace_words: int
+    interval: int
+    units: int
+    blocks: int
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g_gamma: torch.Tensor,
+        initial: torch.Tensor | None,
+        final: torch.Tensor | None,
+        state_indices: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        checkpoints: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        out: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """Launches on the current stream. States are V-first by shape."""
+        workspace = None
+        if self.schedule is not None:
+            workspace = torch.empty(self.workspace_words, dtype=torch.int32, device=q.device)
+            self.schedule(cu_seqlens, workspace, *self.schedule_args)
+        self.kernel(
+            q,
+            k,
+            v,
+            g_gamma,
+            initial,
+            final,
+            state_indices,
+            None if mask is None else mask.view(torch.uint8),
+            checkpoints,
+            workspace,
+            out,
+            scale,
+            self.interval,
+            WHOLE,
+            self.units,
+            self.blocks,
+        )
+
+
+_launches: dict[tuple, Callable[..., None]] = {}
+
+
+def kept(key: tuple | None) -> Callable[..., None] | None:
+    """The launch of an earlier call of this kind."""
+    return None if key is None else _launches.get(key)
+
+
+def launch_of(
+    plan: Plan, device: torch.device, cu_seqlens: torch.Tensor | None
+) -> Callable[..., None]:
+    """The launch of a plan, compiled if need be."""
+    kernel = jit.compiled(plan.config, KERNEL_ARCH)
+    schedule, schedule_args, words = None, (), 0
+    if cu_seqlens is not None:
+        varlen = VarlenPlan(
+            plan.sequences,
+            plan.dims.T,
+            CHUNK,
+            plan.dims.HV,
+            plan.config.parts,
+            chunk_table=False,
+        )
+        schedule = jit.compiled(varlen.config(8 * cu_seqlens.element_size()), KERNEL_ARCH)
+        schedule_args, words = varlen.launch_args, varlen.workspace_words
+    interval = plan.checkpoint_interval or CHUNK
+    launch = Launch(kernel, schedule, schedule_args, words, interval, plan.units, plan.blocks)
+    return _on_device(launch, device) if torch.cuda.device_count() > 1 else launch
+
+
+def _on_device(function: Callable[..., None], device: torch.device) -> Callable[..., None]:
+    def launch(*args):
+        with torch.cuda.device(device):
+            function(*args)
+
+    return launch
+
+
+def run(
+    plan: Plan,
+    key: tuple | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g_gamma: torch.Tensor,
+    initial: torch.Tensor | None,
+    final: torch.Tensor | None,
+    state_indices: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    checkpoints: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Runs a planned call. Its launch is kept under `key` if no argument had to be copied."""
+    launch = launch_of(plan, q.device, cu_seqlens)
+    tokens, vectors = (q, k, v, out), (state_indices, mask, cu_seqlens)
+    q, k, v, target = (_loadable(x) for x in tokens)
+    state_indices, mask, cu_seqlens = (x if x is None else x.contiguous() for x in vectors)
+    if initial is not None and initial is not final and not loadable_states(initial):
+        initial = initial.clone(memory_format=torch.contiguous_format)
+        key = None
+    launch(
+        q,
+        k,
+        v,
+        g_gamma,
+        initial,
+        final,
+        state_indices,
+        mask,
+        checkpoints,
+        cu_seqlens,
+        target,
+        plan.form.scale,
+    )
+    if target is not out:
+        out.copy_(target)
+    given, used = (*tokens, *vectors), (q, k, v, target, state_indices, mask, cu_seqlens)
+    if key is not None and all(a is b for a, b in zip(given, used, strict=True)):
+        if len(_launches) >= MAX_LAUNCHES:
+            _launches.clear()
+        _launches[key] = launch
+
+
+def _loadable(x: torch.Tensor) -> torch.Tensor:
+    """x [B, T, heads, channels], or a copy where TMA cannot read it as it lies."""
+    aligned = x.data_ptr() % 16 == 0 and all(s % 8 == 0 and s > 0 for s in x.stride()[:3])
+    if aligned and x.stride(3) == 1:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

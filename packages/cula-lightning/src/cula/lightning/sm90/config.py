@@ -1,0 +1,49 @@
+"""What is known of a prefill kernel when it is compiled. No import of cutlass: a cached kernel needs none."""
+
+from dataclasses import dataclass
+
+CHUNK = 64  # tokens a chunk
+PART = 64  # value channels that one warpgroup holds the state of
+
+
+@dataclass(frozen=True)
+class States:
+    """States in memory: dtype ("fp32", "bf16") and whether the K channels of a value channel are neighbours (V-first)."""
+
+    dtype: str
+    v_first: bool
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """The compile key; None for an argument that is absent. Dtypes: "bf16", "fp16"; indices "int32", "int64".
+
+    K, V: channels of a key (64 or 128) and of a value (a multiple of 64).
+    warpgroups: state warpgroups of a block; each holds 64 value channels of one head.
+    io: dtype of q, k, v and the output.
+    initial, final: the states that sequences start from and where their last ones go, in slots that `state_indices`
+        name (absent: sequence n has slot n). mask: has_initial_state is given.
+    checkpoints: states kept along the way.
+    varlen: the sequences are packed, and a schedule (cula.common.varlen) says where they lie.
+    """
+
+    K: int
+    V: int
+    warpgroups: int
+    io: str
+    initial: States | None = None
+    final: States | None = None
+    state_indices: str | None = None
+    mask: bool = False
+    checkpoints: States | None = None
+    varlen: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Blocks that share a head."""
+        return self.V // (PART * self.warpgroups)
+
+    def kernel(self):
+        from cula.lightning.sm90.prefill import LightningPrefill
+
+        return LightningPrefill(self)

@@ -1,0 +1,587 @@
+"""Lightning Attention prefill on Hopper: a chunk scan with the state in wgmma registers.
+
+Tile:     a block takes units (sequence, head, part of V) and walks each in chunks of 64 tokens; a
+          state warpgroup holds the transposed state of 64 value channels, S^T [64, K] in float32.
+Roles:    warp 0 loads (TMA) and hands out units; state warpgroups (1 or 2) compute and store. With
+          two, they share a head: q and k are loaded once, and each computes half of the scores.
+Chunk:    O^T = diag(l^(i+1)) S^T Q^T + V^T P^T,  P = tril(Q K^T * l^(i-j)),  l = e^g
+          S^T <- l^L S^T + (V l^(L-1-j))^T K      for a chunk of L tokens
+          P of the next chunk is computed while this one's products run.
+Shared:   stages of q, k, v (40 KB, with two warpgroups 48 KB, at D = 128), two buffers of P (8 KB
+          each) and of O (8 KB a warpgroup each), 128 powers of l a warpgroup: 192 KB.
+Registers: S 64, its 16-bit copy 32, O 32, scores 32 / warpgroups, V and decayed V 16 each.
+Bytes:    1,024 a token and head: q, k, v in and o out (two parts read q and k twice, from L2).
+Floor:    those bytes at the memory's copy rate.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from cula.common.cute.smem import SmemAllocator
+from cula.common.varlen.device import ceil_div, load4, store4, take_ticket, where
+from cula.lightning.sm90.config import CHUNK, PART
+from cula.lightning.sm90.layouts import columns_layout, rows_layout
+from cula.lightning.sm90.states import DTYPES, HeadState, slot_of
+from cula.lightning.sm90.units import (
+    END,
+    RING,
+    WORDS,
+    Unit,
+    publish,
+    receive,
+    store_shared4,
+    unit_at,
+)
+from cula.lightning.sm90.warpgroup import POWERS, state_warpgroup
+
+IO = {"bf16": BFloat16, "fp16": Float16}
+SHARED = 220 * 1024
+PRODUCER_REGISTERS = 24
+STATE_REGISTERS = 240
+
+
+class LightningPrefill:
+    """Host launch and device code; `config` (config.py) is everything known when compiling."""
+
+    def __init__(self, config):
+        self.config = config
+        self.io = IO[config.io]
+        self.groups = config.warpgroups
+        self.threads = 128 * (1 + self.groups)
+        self.columns = CHUNK // self.groups  # of the scores, a warpgroup
+        self.stage_bytes = 2 * CHUNK * (2 * config.K + PART * self.groups)
+        tiles = 2 * 2 * CHUNK * (CHUNK + PART * self.groups)
+        self.stages = min(4, (SHARED - tiles) // self.stage_bytes)
+
+    # ------------------------------------------------------------------ host
+    def fake_args(self) -> tuple:
+        """Stand-ins for the arguments of `__call__`. A size that two of them share is one symbol: the call checks it."""
+        c = self.config
+        B, T, H, HV = (cute.sym_int() for _ in range(4))
+
+        def tokens(heads, channels):
+            strides = [cute.sym_int64(divisibility=8) for _ in range(3)]
+            shape = (B, T, heads, channels)
+            return make_fake_tensor(self.io, shape, (*strides, 1), assumed_align=16)
+
+        def states(kind):
+            if kind is None:
+                return None
+            matrix = (c.V, c.K)
+            inner = (c.K, 1) if kind.v_first else (1, c.V)
+            outer = [cute.sym_int64(divisibility=8) for _ in range(2)]
+            shape = (cute.sym_int(), HV, *matrix)
+            return make_fake_tensor(DTYPES[kind.dtype], shape, (*outer, *inner), assumed_align=16)
+
+        def vector_of(dtype, present=True, align=None):
+            if not present:
+                return None
+            return make_fake_tensor(dtype, (cute.sym_int(),), (1,), assumed_align=align)
+
+        index = c.state_indices
+        return (
+            tokens(H, c.K),
+            tokens(H, c.K),
+            tokens(HV, c.V),
+            make_fake_tensor(Float32, (HV,), (cute.sym_int64(),)),
+            states(c.initial),
+            states(c.final),
+            None if index is None else vector_of(DTYPES[index]),
+            vector_of(cutlass.Uint8, c.mask),
+            states(c.checkpoints),
+            vector_of(Int32, c.varlen, 16),
+            tokens(HV, c.V),
+            Float32(1.0),
+            Int32(1),
+            Int32(1),
+            Int32(1),
+            Int32(1),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # (B, T, H, K)
+        mK: cute.Tensor,  # (B, T, H, K)
+        mV: cute.Tensor,  # (B, T, HV, V)
+        mG: cute.Tensor,  # (HV), log decay
+        mInitial: cute.Tensor | None,  # (slots, HV, V, K), any of the two layouts
+        mFinal: cute.Tensor | None,
+        mIndex: cute.Tensor | None,  # (N)
+        mMask: cute.Tensor | None,  # (N)
+        mMarks: cute.Tensor | None,  # (rows, HV, V, K), states along the way
+        mWork: cute.Tensor | None,  # the schedule's workspace
+        mO: cute.Tensor,  # (B, T, HV, V)
+        scale: Float32,
+        interval: Int32,  # tokens between checkpoints
+        segment_chunks: Int32,
+        units: Int32,
+        blocks: Int32,
+        stream: cuda.CUstream,
+    ):
+        c, io, groups = self.config, self.io, self.groups
+        lQ = rows_layout(CHUNK, c.K, self.stages, io)
+        lKt = columns_layout(c.K, CHUNK, self.stages, io)
+        lV = columns_layout(PART, CHUNK, self.stages * groups, io)
+        lP = rows_layout(CHUNK, CHUNK, 2, io)
+        lO = columns_layout(PART, CHUNK, 2 * groups, io)
+
+        def rows(t):  # (token, channel, head, b)
+            return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
+
+        def columns(t):  # (channel, token, head, b)
+            return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 1, 2, 0]))
+
+        def one(layout):
+            return cute.slice_(layout, (None, None, 0))
+
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        aQ, tQ = cpasync.make_tiled_tma_atom(load, rows(mQ), one(lQ), (CHUNK, c.K))
+        aK, tK = cpasync.make_tiled_tma_atom(load, rows(mK), one(lQ), (CHUNK, c.K))
+        aV, tV = cpasync.make_tiled_tma_atom(load, columns(mV), one(lV), (PART, CHUNK))
+        aO, tO = cpasync.make_tiled_tma_atom(store, columns(mO), one(lO), (PART, CHUNK))
+
+        def tile(layout):
+            return cute.struct.Align[cute.struct.MemRange[io, cute.cosize(layout)], 1024]
+
+        @cute.struct
+        class Shared:
+            full: cute.struct.MemRange[Int64, self.stages]
+            empty: cute.struct.MemRange[Int64, self.stages]
+            unit_full: cute.struct.MemRange[Int64, RING]
+            unit_empty: cute.struct.MemRange[Int64, RING]
+            units: cute.struct.Align[cute.struct.MemRange[Int32, RING * WORDS], 16]
+            powers: cute.struct.Align[cute.struct.MemRange[Float32, POWERS * groups], 16]
+            q: tile(lQ)
+            k: tile(lQ)
+            v: tile(lV)
+            p: tile(lP)
+            o: tile(lO)
+
+        self.Shared = Shared
+        self.kernel(
+            aQ, tQ, aK, tK, aV, tV, aO, tO, lQ, lKt, lV, lP, lO,
+            mG, mInitial, mFinal, mIndex, mMask, mMarks, mWork, mO, mV.shape,
+            scale, interval, segment_chunks, units,
+            mQ.shape[2],
+        ).launch(
+            grid=[blocks, 1, 1],
+            block=[self.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ device
+    @cute.kernel
+    def kernel(
+        self,
+        aQ: cute.CopyAtom,
+        tQ: cute.Tensor,
+        aK: cute.CopyAtom,
+        tK: cute.Tensor,
+        aV: cute.CopyAtom,
+        tV: cute.Tensor,
+        aO: cute.CopyAtom,
+        tO: cute.Tensor,
+        lQ: cute.ComposedLayout,
+        lKt: cute.ComposedLayout,
+        lV: cute.ComposedLayout,
+        lP: cute.ComposedLayout,
+        lO: cute.ComposedLayout,
+        mG: cute.Tensor,
+        mInitial: cute.Tensor | None,
+        mFinal: cute.Tensor | None,
+        mIndex: cute.Tensor | None,
+        mMask: cute.Tensor | None,
+        mMarks: cute.Tensor | None,
+        mWork: cute.Tensor | None,
+        mO: cute.Tensor,
+        shape: cute.Shape,  # of v
+        scale: Float32,
+        interval: Int32,
+        segment_chunks: Int32,
+        units: Int32,
+        key_heads: Int32,
+    ):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = SmemAllocator().allocate(self.Shared)
+        shared = SharedMemory(
+            full=storage.full.data_ptr(),
+            empty=storage.empty.data_ptr(),
+            unit_full=storage.unit_full.data_ptr(),
+            unit_empty=storage.unit_empty.data_ptr(),
+            units=storage.units.data_ptr(),
+            powers=storage.powers.data_ptr(),
+            q=storage.q.get_tensor(lQ.outer, swizzle=lQ.inner),
+            k=storage.k.get_tensor(lQ.outer, swizzle=lQ.inner),
+            k_columns=storage.k.get_tensor(lKt.outer, swizzle=lKt.inner),
+            v=storage.v.get_tensor(lV.outer, swizzle=lV.inner),
+            p=storage.p.get_tensor(lP.outer, swizzle=lP.inner),
+            o=storage.o.get_tensor(lO.outer, swizzle=lO.inner),
+            k_start=storage.k.data_ptr(),
+            v_start=storage.v.data_ptr(),
+            o_start=storage.o.data_ptr(),
+        )
+        if warp == 0:
+            with cute.arch.elect_one():
+                for s in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(shared.full + s, 1)
+                    cute.arch.mbarrier_init(shared.empty + s, 4 * self.groups)
+                for s in cutlass.range_constexpr(RING):
+                    cute.arch.mbarrier_init(shared.unit_full + s, 1)
+                    cute.arch.mbarrier_init(shared.unit_empty + s, 4 * self.groups)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if warp < 4:
+            if cutlass.const_expr(self.groups > 1):
+                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 0:
+                self.load(
+                    aQ, tQ, aK, tK, aV, tV, shared, mWork, shape, segment_chunks, units, key_heads
+                )
+        else:
+            if cutlass.const_expr(self.groups > 1):
+                cute.arch.setmaxregister_increase(STATE_REGISTERS)
+            states = StatesInMemory(mInitial, mFinal, mIndex, mMask, mMarks, interval)
+            self.scan(aO, tO, shared, mG, states, mO, scale)
+
+    # ------------------------------------------------------------------ loads
+    @cute.jit
+    def load(
+        self,
+        aQ: cute.CopyAtom,
+        tQ: cute.Tensor,
+        aK: cute.CopyAtom,
+        tK: cute.Tensor,
+        aV: cute.CopyAtom,
+        tV: cute.Tensor,
+        shared,
+        mWork: cute.Tensor | None,
+        shape: cute.Shape,
+        segment_chunks: Int32,
+        units: Int32,
+        key_heads: Int32,
+    ):
+        """The load warp: draws units, tells the state warps, and keeps the stages filled."""
+        c, stages, groups = self.config, self.stages, self.groups
+        batch, length, heads = shape[0], shape[1], shape[2]
+        group = heads // key_heads
+        unit = Int32(cute.arch.block_idx()[0])
+        told, loaded = Int32(0), Int32(0)  # units and chunks so far
+        while unit < units:
+            u = unit_at(unit, mWork, heads, c.parts, batch, length, CHUNK, segment_chunks)
+            slot = told % RING
+            cute.arch.mbarrier_wait(shared.unit_empty + slot, told // RING % 2 ^ 1)
+            with cute.arch.elect_one():
+                publish(shared.units, slot, u)
+                cute.arch.mbarrier_arrive(shared.unit_full + slot)
+            told += 1
+
+            key_head = u.head // group
+            sQ, gQ = chunk_copies(aQ, rows_from(tQ, u.b, u.first, key_head, c.K), shared.q)
+            sK, gK = chunk_copies(aK, rows_from(tK, u.b, u.first, key_head, c.K), shared.k)
+            sV, gV = chunk_copies(aV, columns_from(tV, u.b, u.first, u.head), shared.v)
+            for i in cutlass.range(ceil_div(u.tokens, CHUNK), unroll=1):
+                s = loaded % stages
+                full = shared.full + s
+                cute.arch.mbarrier_wait(shared.empty + s, loaded // stages % 2 ^ 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes)
+                cute.copy(aQ, gQ[(None, i)], sQ[(None, s)], tma_bar_ptr=full)
+                cute.copy(aK, gK[(None, i)], sK[(None, s)], tma_bar_ptr=full)
+                for w in cutlass.range_constexpr(groups):
+                    part = u.part * groups + w
+                    cute.copy(aV, gV[(None, part, i)], sV[(None, s * groups + w)], tma_bar_ptr=full)
+                loaded += 1
+
+            unit += cute.arch.grid_dim()[0]
+            if cutlass.const_expr(mWork is not None):
+                ticket = Int32(0)
+                if cute.arch.lane_idx() == 0:
+                    ticket = take_ticket(mWork.iterator, 0)
+                unit = cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(ticket, 0)
+        slot = told % RING
+        cute.arch.mbarrier_wait(shared.unit_empty + slot, told // RING % 2 ^ 1)
+        with cute.arch.elect_one():
+            publish(shared.units, slot, Unit(END, 0, 0, 0, 0, 0, 0, 0))
+            cute.arch.mbarrier_arrive(shared.unit_full + slot)
+
+    # ------------------------------------------------------------------ computes
+    @cute.jit
+    def scan(
+        self,
+        aO: cute.CopyAtom,
+        tO: cute.Tensor,
+        shared,
+        mG: cute.Tensor,
+        states,
+        mO: cute.Tensor,
+        scale: Float32,
+    ):
+        """A state warpgroup: walks the units' chunks with S^T in registers."""
+        c, stages, groups = self.config, self.stages, self.groups
+        thread = cute.arch.thread_idx()[0] % 128
+        wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
+        g = state_warpgroup(shared, c, self.io, thread, wg)
+
+        told, walked = Int32(0), Int32(0)  # units and chunks so far
+        cute.arch.mbarrier_wait(shared.unit_full, 0)
+        u = receive(shared.units, 0)
+        while u.n >= 0:
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(shared.unit_empty + told % RING)
+            told += 1
+
+            value = (u.part * groups + wg) * PART  # the warpgroup's first value channel
+            self.load_state(states, u, value, thread, g.S)
+            chunks = ceil_div(u.tokens, CHUNK)
+            if chunks > 0:
+                tail = u.tokens - (chunks - 1) * CHUNK
+                # everyone has read the last unit's powers: a barrier came after that
+                g.store_powers(Float32(mG[u.head]))
+                cute.arch.mbarrier_wait(shared.full + walked % stages, walked // stages % 2)
+                tokens = where(chunks > 1, CHUNK, tail)
+                self.clear_tail(shared, walked % stages, tokens, thread, wg)
+                g.barrier()
+                warpgroup.fence()
+                g.issue_scores(walked % stages)
+                g.load_values(walked % stages)
+                g.decay_values(tokens)
+                warpgroup.wait_group(0)
+                g.round_state(tokens)
+                g.store_scores(walked % 2)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                g.barrier()
+
+                gO = cute.domain_offset((0, u.first), tO[None, None, u.head, u.b])
+                copy_s, copy_g = chunk_copies(
+                    aO, cute.local_tile(gO, (PART, CHUNK), (value // PART, None)), shared.o
+                )
+                for i in cutlass.range(chunks - 1, unroll=1):
+                    s, s1 = walked % stages, (walked + 1) % stages
+                    cute.arch.mbarrier_wait(shared.full + s1, (walked + 1) // stages % 2)
+                    tokens = where(i + 2 < chunks, CHUNK, tail)
+                    self.clear_tail_together(shared, s1, tokens, thread, wg)
+                    warpgroup.fence()
+                    g.issue_past(s)
+                    g.issue_scores(s1)
+                    warpgroup.wait_group(1)
+                    g.decay_past()
+                    warpgroup.wait_group(0)
+                    warpgroup.fence()
+                    g.issue_present(walked % 2)
+                    g.issue_state(s)
+                    g.store_scores((walked + 1) % 2)
+                    warpgroup.wait_group(1)
+                    g.store_output(walked % 2, scale)
+                    g.load_values(s1)
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    if thread < 32:
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    g.barrier()
+                    if thread < 32:
+                        cute.copy(aO, copy_s[(None, walked % 2 * groups + wg)], copy_g[(None, i)])
+                        cute.arch.cp_async_bulk_commit_group()
+                    g.decay_values(tokens)
+                    warpgroup.wait_group(0)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(shared.empty + s)
+                    self.keep_state(states, u, i + 1, value, thread, g.S)
+                    g.round_state(tokens)
+                    walked += 1
+
+                s = walked % stages
+                warpgroup.fence()
+                g.issue_past(s)
+                warpgroup.wait_group(0)
+                g.decay_past()
+                warpgroup.fence()
+                g.issue_present(walked % 2)
+                g.issue_state(s)
+                warpgroup.wait_group(1)
+                g.store_output(walked % 2, scale)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                if thread < 32:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                g.barrier()
+                warpgroup.wait_group(0)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(shared.empty + s)
+                buffer = walked % 2 * groups + wg
+                if cutlass.const_expr(c.varlen):
+                    if tail < CHUNK:
+                        first = u.first + (chunks - 1) * CHUNK
+                        self.store_rows(shared, buffer, mO, u, value, first, tail, thread)
+                    elif thread < 32:
+                        cute.copy(aO, copy_s[(None, buffer)], copy_g[(None, chunks - 1)])
+                        cute.arch.cp_async_bulk_commit_group()
+                else:  # what lies past the end is cut off
+                    if thread < 32:
+                        cute.copy(aO, copy_s[(None, buffer)], copy_g[(None, chunks - 1)])
+                        cute.arch.cp_async_bulk_commit_group()
+                if tail == CHUNK:
+                    self.keep_state(states, u, chunks, value, thread, g.S)
+                walked += 1
+                self.store_state(states, u, value, thread, g.S)
+            else:
+                # not the path above with S merged: ptxas would copy accumulators that are in flight
+                self.store_state(states, u, value, thread, g.S)
+
+            cute.arch.mbarrier_wait(shared.unit_full + told % RING, told // RING % 2)
+            u = receive(shared.units, told % RING)
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def clear_tail_together(self, shared, stage: Int32, tokens: Int32, thread: Int32, wg: Int32):
+        """`clear_tail`, for all state warpgroups before they go on."""
+        if cutlass.const_expr(self.config.varlen):
+            if tokens < CHUNK:
+                self.clear_tail(shared, stage, tokens, thread, wg)
+                cute.arch.barrier(barrier_id=1, number_of_threads=128 * self.groups)
+
+    @cute.jit
+    def clear_tail(self, shared, stage: Int32, tokens: Int32, thread: Int32, wg: Int32):
+        """Zeros the rows of k and v that are the next sequence's: whatever lies there, even NaN, must not count.
+
+        Equal lengths need none of it: TMA fills with zeros past a tensor's end.
+        """
+        if cutlass.const_expr(self.config.varlen):
+            if tokens < CHUNK:
+                K, groups = self.config.K, self.groups
+                row, piece = thread // 8, thread % 8 * 8  # of 16 rows, 8 pieces of 16 bytes
+                key = shared.k_start + stage * (CHUNK * K)
+                value = shared.v_start + (stage * groups + wg) * (CHUNK * PART)
+                for i in cutlass.range_constexpr(CHUNK // 16):
+                    if row + 16 * i >= tokens:
+                        at = (row + 16 * i) * PART + piece
+                        store_shared4((value + at).align(16), [0] * 4)
+                        if cutlass.const_expr(groups == 1):
+                            for half in cutlass.range_constexpr(K // PART):
+                                store_shared4((key + (at + half * CHUNK * PART)).align(16), [0] * 4)
+                        else:  # a half each
+                            store_shared4((key + (at + wg * (CHUNK * PART))).align(16), [0] * 4)
+                cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def store_rows(
+        self,
+        shared,
+        buffer: Int32,
+        mO: cute.Tensor,
+        u,
+        value: Int32,
+        first: Int32,
+        tokens: Int32,
+        thread: Int32,
+    ):
+        """The rows of a sequence's last chunk, from shared memory: what follows them is another sequence's."""
+        piece = thread % 8
+        for i in cutlass.range_constexpr(CHUNK // 16):
+            row = thread // 8 + 16 * i
+            if row < tokens:
+                # 128-byte swizzle: the row's low bits turn the place of each 16 bytes
+                at = buffer * (CHUNK * PART) + row * PART + (piece ^ (row % 8)) * 8
+                words = load4((shared.o_start + at).align(16), shared=True)
+                o = mO.iterator + (
+                    Int64(u.b) * Int64(mO.stride[0])
+                    + Int64(first + row) * Int64(mO.stride[1])
+                    + Int64(u.head) * Int64(mO.stride[2])
+                    + Int64(value + piece * 8)
+                )
+                store4(o.align(16), words)
+
+    # ------------------------------------------------------------------ states
+    @cute.jit
+    def load_state(self, states, u, value: Int32, thread: Int32, S: cute.Tensor):
+        S.fill(0.0)
+        if cutlass.const_expr(self.config.initial is not None):
+            slot = slot_of(states.index, u.n, states.initial.shape[0])
+            if cutlass.const_expr(states.mask is not None):
+                if states.mask[u.n] == 0:
+                    slot = Int64(-1)
+            if slot >= 0:
+                self.in_memory(states.initial, self.config.initial, slot, u, value, thread).load(S)
+
+    @cute.jit
+    def store_state(self, states, u, value: Int32, thread: Int32, S: cute.Tensor):
+        if cutlass.const_expr(self.config.final is not None):
+            slot = slot_of(states.index, u.n, states.final.shape[0])
+            if slot >= 0:
+                self.in_memory(states.final, self.config.final, slot, u, value, thread).store(S)
+
+    @cute.jit
+    def keep_state(self, states, u, chunks: Int32, value: Int32, thread: Int32, S: cute.Tensor):
+        """A checkpoint, if one is due after so many whole chunks of the unit."""
+        if cutlass.const_expr(self.config.checkpoints is not None):
+            done = (u.before + chunks) * CHUNK
+            if done % states.interval == 0:
+                row = Int64(u.start // states.interval + done // states.interval - 1)
+                self.in_memory(states.marks, self.config.checkpoints, row, u, value, thread).store(
+                    S
+                )
+
+    def in_memory(self, tensor, kind, slot, u, value, thread):
+        return HeadState(tensor, slot, u.head, value, thread, self.config.K, kind.v_first)
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Barriers, the ring of units, the powers, and the tiles (last mode: stage or buffer)."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    unit_full: cute.Pointer
+    unit_empty: cute.Pointer
+    units: cute.Pointer
+    powers: cute.Pointer
+    q: cute.Tensor
+    k: cute.Tensor
+    k_columns: cute.Tensor
+    v: cute.Tensor
+    p: cute.Tensor
+    o: cute.Tensor
+    k_start: cute.Pointer
+    v_start: cute.Pointer
+    o_start: cute.Pointer
+
+
+@dataclass(frozen=True)
+class StatesInMemory:
+    initial: cute.Tensor | None
+    final: cute.Tensor | None
+    index: cute.Tensor | None
+    mask: cute.Tensor | None
+    marks: cute.Tensor | None
+    interval: Int32
+
+
+def rows_from(tensor, b, first, head, channels: int):
+    """Chunks (token, channel, number) of a head's tokens from `first` on."""
+    tokens = cute.domain_offset((first, 0), tensor[None, None, head, b])
+    return cute.local_tile(tokens, (CHUNK, channels), (None, 0))
+
+
+def columns_from(tensor, b, first, head):
+    """Chunks (channel, token, part, number) of a head's tokens from `first` on."""
+    tokens = cute.domain_offset((0, first), tensor[None, None, head, b])
+    return cute.local_tile(tokens, (PART, CHUNK), (None, None))
+
+
+def chunk_copies(atom, tiles, buffers):
+    """A TMA copy's view of (shared buffers, global tiles)."""
+    return cpasync.tma_partition(
+        atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(buffers, 0, 2),
+        cute.group_modes(tiles, 0, 2),
+    )

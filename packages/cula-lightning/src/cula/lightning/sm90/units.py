@@ -1,0 +1,71 @@
+"""Units of work: how the load warp names them, and how the state warps hear of them."""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cula.common.varlen.device import fixed_segment, load4, read_segment, unit_coords
+
+WORDS = 8
+RING = 2  # units that the load warp may be ahead
+END = -1  # sequence of the message that ends a block's work
+
+
+class Unit(NamedTuple):
+    """What one block works on: the tokens of a segment, for a head's part.
+
+    b, first: where its tokens start: row of the batch, token. tokens: how many.
+    start: the sequence's first token in the flattened batch. before: its chunks before `first`.
+    """
+
+    n: Int32
+    head: Int32
+    part: Int32
+    b: Int32
+    first: Int32
+    tokens: Int32
+    start: Int32
+    before: Int32
+
+
+def unit_at(unit, work, heads, parts: int, batch, length, chunk: int, segment_chunks) -> Unit:
+    """The unit-th unit; work: the schedule's workspace, or None for equal lengths."""
+    index, head, part = unit_coords(unit, heads, parts)
+    if work is None:
+        row = fixed_segment(index, batch, length, chunk, segment_chunks)
+        b = row.sequence
+        first = row.begin - b * length
+    else:
+        row = read_segment(work.iterator, index)
+        b = Int32(0)
+        first = row.begin
+    return Unit(
+        row.sequence,
+        head,
+        part,
+        b,
+        first,
+        row.end - row.begin,
+        row.start,
+        row.segment * segment_chunks,
+    )
+
+
+def store_shared4(pointer, words) -> None:
+    piece = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout(4))
+    values = cute.make_rmem_tensor(4, Int32)
+    for i in range(4):
+        values[i] = Int32(words[i])
+    cute.autovec_copy(values, piece)
+
+
+def publish(ring, slot, unit) -> None:
+    """Writes a unit into a slot of the ring, by one thread."""
+    for half in range(2):
+        store_shared4(ring + (slot * WORDS + 4 * half), unit[4 * half : 4 * half + 4])
+
+
+def receive(ring, slot) -> Unit:
+    words = [load4(ring + (slot * WORDS + 4 * half), shared=True) for half in range(2)]
+    return Unit(*words[0], *words[1])
