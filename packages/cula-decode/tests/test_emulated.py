@@ -5,6 +5,7 @@ runtime over. There test_gpu.py runs the same kernels.
 """
 
 import dataclasses
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -33,13 +34,19 @@ def compiled(config, arch=ARCH):
     return kernels[config]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def installed(tmp_path_factory):
+    # a folder of its own: kernels are dumped by their names, which other processes use too
+    os.environ.setdefault("CUTE_DSL_DUMP_DIR", str(tmp_path_factory.mktemp("dump")))
+    ptxemu.install()
+
+
 @pytest.fixture(autouse=True)
 def emulator(monkeypatch):
     """Public calls on CPU tensors run kernels.
 
     `configs`: what was planned; `launches`; `device`: the emulator's, if a test opens one itself.
     """
-    ptxemu.install()
     seen = SimpleNamespace(configs=[], launches=[], device=None)
 
     def get(config, arch):

@@ -16,7 +16,7 @@ from cula.decode.call import Plan, States
 from cula.decode.kernels.config import DecodeConfig, KdaDecodeConfig, LightningDecodeConfig
 
 KERNEL_DIMS = (64, 128)
-FEW_UNITS, MANY_UNITS = 512, 2048  # (sequence, head) pairs: where another tile becomes faster
+FEW_UNITS, MANY_UNITS = 128, 512  # (sequence, head) pairs: up to where a tile is the fastest
 _NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -315,8 +315,10 @@ def _tile(
     if not fp32:
         return 4, 4, 16
     if units <= FEW_UNITS:
+        return 4, 1, 8
+    if units <= MANY_UNITS:
         return 4, 4, 8
-    return (4, 1, 8) if lightning or units < MANY_UNITS else (8, 1, 8)
+    return (4, 1, 16) if lightning else (2, 2, 16)
 
 
 def _name(x: torch.Tensor | None) -> str | None:
