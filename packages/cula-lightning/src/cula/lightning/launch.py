@@ -13,8 +13,8 @@ import torch
 
 from cula.common import jit
 from cula.common.varlen import VarlenPlan
+from cula.lightning.call import Plan
 from cula.lightning.kernel_plan import KERNEL_ARCH, loadable_states
-from cula.lightning.plan import Plan
 from cula.lightning.sm90.config import CHUNK
 
 MAX_LAUNCHES = 4096  # one for each kind of call and batch size

@@ -1,7 +1,5 @@
 """What a call will do, decided on the host from shapes, dtypes and keywords alone."""
 
-from dataclasses import dataclass
-
 import torch
 
 from cula.common.arch import sm_count
@@ -11,53 +9,9 @@ from cula.common.dims import Dims, dims_of
 from cula.common.layouts import require_state
 from cula.common.pool import require_checkpoints, require_pool
 from cula.lightning import fla_fallback
+from cula.lightning.call import Plan
 from cula.lightning.kernel_plan import kernel_config, no_kernel
 from cula.lightning.reference import LightningForm
-from cula.lightning.sm90.config import PrefillConfig
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One call's sizes, form and backend. Equal arguments give equal plans."""
-
-    call: str
-    dims: Dims
-    sequences: int
-    dtype: torch.dtype
-    form: LightningForm
-    varlen: bool
-    state_dtype: torch.dtype | None
-    checkpoint_interval: int | None
-    backend: Backend
-    reason: str
-    """Why the backend is not our kernel; empty if it is."""
-    config: PrefillConfig | None = None
-    blocks: int = 0
-    """Of the kernel's launch."""
-
-    @property
-    def units(self) -> int:
-        """(sequence, head, part)s that the kernel's blocks share."""
-        return 0 if self.config is None else self.sequences * self.dims.HV * self.config.parts
-
-    @property
-    def empty(self) -> bool:
-        """No sequences or no tokens: nothing to launch, only states to pass on."""
-        return self.dims.T == 0 or self.sequences == 0
-
-    @property
-    def compile_key(self) -> str:
-        """What a kernel is compiled for. Batch, length, heads, scale and pool size are run-time."""
-        parts = [
-            "lightning",
-            _short(self.dtype),
-            f"k{self.dims.K}v{self.dims.V}",
-            f"wg{self.config.warpgroups}" if self.config else "",
-            f"state.{_short(self.state_dtype)}" if self.state_dtype else "",
-            "varlen" if self.varlen else "",
-            "checkpoints" if self.checkpoint_interval else "",
-        ]
-        return "-".join(part for part in parts if part)
 
 
 def plan_prefill(
@@ -249,7 +203,3 @@ def _backend(
     if chosen == "reference" and fla_missing:
         return chosen, f"{cute_missing}; {fla_missing}"
     return chosen, cute_missing
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "f")

@@ -10,7 +10,8 @@ from cula.common.layouts import to_k_first, to_v_first
 from cula.common.pool import load_states, store_checkpoints, store_states
 from cula.common.registry import register_op
 from cula.lightning import fla_fallback, launch, reference
-from cula.lightning.plan import Plan, plan_chunk, plan_prefill
+from cula.lightning.call import Plan
+from cula.lightning.plan import plan_chunk, plan_prefill
 from cula.lightning.reference import LightningInputs
 
 
