@@ -21,8 +21,8 @@ GROUPS = {
     "bf16": "bf16 state: half the bytes",
     "tokens": "Several tokens a step",
     "gva": "GVA: four value heads a key head",
-    "heads": "Few and many heads",
     "first-call": "Import and first call in a new process, compile cache filled",
+    "heads": "Few and many heads",
 }
 
 
@@ -117,8 +117,9 @@ def _group(group: str, op: Op, H: int, D: int) -> list[DecodeCase]:
     if group == "bf16":
         return [case("kernel", B, state="bf16", quick=B == 64) for B in (64, 256)]
     if group == "tokens":
-        many = [case("kernel", 64, T=T, quick=T == 4) for T in range(2, 9)]
-        return [*many, *(case("kernel", 1, T=T) for T in (2, 4, 8))]
+        return [
+            case("kernel", B, T=T, quick=(B, T) == (64, 4)) for B in (1, 64) for T in (2, 3, 4, 8)
+        ]
     if group == "gva":
         return [case("kernel", B, H=16, HV=64, quick=B == 64) for B in PUBLISHED_BATCHES]
     if group == "heads":
