@@ -36,7 +36,7 @@ def test_the_promised_cases_are_there(op):
         assert len(named(rf"^{op} {mode} B=(1|4|16|64|256) H=64 D=128$")) == 5
     assert len(named(rf"^{op} kernel B=(64|256) H=64 D=128 state=bf16$")) == 2
     assert len(named(rf"^{op} kernel B=\d+ H=(4|8|12|16|32|96) D=128$")) == 60
-    assert len(named(rf"^{op} kernel B=64 T=[2-8] H=64 D=128$")) == 7
+    assert len(named(rf"^{op} kernel B=64 T=[2348] H=64 D=128$")) == 4
     assert {case.HV // case.H for case in named(rf"^{op} kernel B=\d+ H=16 HV=64")} == {4}
     assert len(named(rf"^{op} first-call")) == 1
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from cula.common.arch import KERNEL_ARCHS
 from cula.common.testing import same_bits
 from cula.decode.cases import CASES, Case, kernel_config, kernel_configs, make_inputs
 from cula.decode.kernels.config import KdaDecodeConfig, LightningDecodeConfig
@@ -82,6 +83,18 @@ def test_all_configurations_cover_every_value_of_every_field():
     assert all(f.type is int or f.name == "pdl" for f in others), "the tile, or a new path"
     for field, values in wanted.items():
         assert {getattr(c, field) for c in everything if hasattr(c, field)} == values, field
+
+
+def test_blocks_divide_every_state():
+    pytest.importorskip("cutlass")
+    from cula.decode.kernels.tile import StateTile
+
+    for arch in KERNEL_ARCHS:
+        for c in kernel_configs("all", arch):
+            itemsize = 4 if c.state == "fp32" else 2
+            tile = StateTile(c.K, c.V, c.warps, c.v_per_thread, c.lanes, c.v_first, itemsize)
+            assert tile.rows * tile.blocks_per_head == c.V
+            assert tile.k_per_thread * c.lanes == c.K and tile.k_per_thread % tile.vector == 0
 
 
 def test_configurations_follow_the_architecture():

@@ -21,7 +21,7 @@ from cula.common import checks  # noqa: E402
 from cula.common.jit import compile_kernel  # noqa: E402
 from cula.common.testing import assert_close, poisoned, same_bits  # noqa: E402
 from cula.decode import kda_decode, lightning_decode, plan, run  # noqa: E402
-from cula.decode.cases import CASES, kernel_config, make_inputs  # noqa: E402
+from cula.decode.cases import BATCHES, CASES, kernel_config, make_inputs  # noqa: E402
 
 ARCH = "sm_90a"
 kernels = {}
@@ -85,6 +85,7 @@ PATHS = [
     "kda: speculative, packed",
     "kda: varlen, empty ones",
     "kda: D = 64",
+    "kda: D = 64, bf16 state",
     "kda: K = 64, V = 128",
     "kda: K = 128, V = 64, K-first",
     "kda: float16",
@@ -114,6 +115,30 @@ def test_kernel_equals_the_recurrence(oracle, emulator, name):
     oracle.case(case)
     assert emulator.configs == [kernel_config(case, ARCH)]
     assert len(emulator.launches) == 1
+
+
+TILED = [
+    ("kda: one token", {}),
+    ("kda: bf16 state", {}),
+    ("kda: D = 64", {}),
+    ("kda: D = 64, bf16 state", {}),
+    ("lightning: one token", {}),
+    ("lightning: D = 64, K-first", {"T": 1}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), TILED)
+def test_tiles_of_larger_batches(oracle, emulator, monkeypatch, name, changes):
+    """What the plan chooses for more sequences, at a size that can be emulated."""
+    case = dataclasses.replace(CASES[name], B=1, H=1, HV=1, **changes)
+    by_size = [kernel_config(dataclasses.replace(case, B=B), ARCH) for B in BATCHES]
+    wanted = list(dict.fromkeys(by_size))
+    for config in wanted:
+        tile = (config.warps, config.v_per_thread, config.lanes)
+        monkeypatch.setattr(plan, "_tile", lambda *args, tile=tile: tile)
+        run._launches.clear()  # of the tile before
+        oracle.case(case)
+    assert emulator.configs == wanted
 
 
 def inputs_of(name, **changes):

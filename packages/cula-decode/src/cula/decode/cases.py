@@ -117,6 +117,8 @@ def _named(call: Literal["kda_decode", "lightning_decode"]) -> dict[str, Case]:
         "odd heads": replace(case, H=3, HV=3),
         "D = 64": replace(case, K=64, V=64, slots="named"),
         "D = 64, several tokens": replace(several, K=64, V=64),
+        "D = 64, bf16 state": replace(case, K=64, V=64, state=torch.bfloat16),
+        "D = 64, K-first": replace(several, K=64, V=64, v_first=False, state=torch.bfloat16),
         "K = 64, V = 128": replace(case, K=64),
         "K = 128, V = 64, K-first": replace(case, V=64, v_first=False),
         "float16": replace(case, dtype=torch.float16, gate_dtype=torch.float16),
