@@ -75,7 +75,6 @@ def emulator(monkeypatch):
 PATHS = [
     "kda: one token",
     "kda: no slots among them",
-    "kda: bf16 state",
     "kda: K-first, bf16 state",
     "kda: packed qkv, padded slots",
     "kda: token states, bf16",
@@ -84,8 +83,6 @@ PATHS = [
     "kda: speculative, int64",
     "kda: speculative, packed",
     "kda: varlen, empty ones",
-    "kda: D = 64",
-    "kda: D = 64, bf16 state",
     "kda: K = 64, V = 128",
     "kda: K = 128, V = 64, K-first",
     "kda: float16",
