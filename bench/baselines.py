@@ -4,6 +4,7 @@ FLA (flash-linear-attention, ``pip install fla-core``) is called as its users ca
 required: where it is not installed its columns are absent, and ``missing`` says why.
 """
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -11,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from bench.decode_calls import LOWER_BOUND, DecodeInputs
-from bench.decode_cases import DecodeCase
+from bench.decode_calls import LOWER_BOUND, DecodeInputs, make_inputs
+from bench.decode_cases import DecodeCase, Op
 from bench.environment import version
 
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -73,6 +74,23 @@ def decode_baselines(case: DecodeCase) -> dict[str, Builder]:
         published = _published_kernel if case.mode == "kernel" else _published_wrapper
         builders["fla-published"] = published
     return builders
+
+
+@functools.cache
+def let_fla_tune(op: Op, D: int) -> None:
+    """Have FLA choose its configurations at a batch of 64.
+
+    It chooses at its first call and keeps the choice for every batch. At a batch of one its
+    candidates differ by noise alone, and the one it then keeps may be a third slower at 64.
+
+    Args:
+        op: whose baselines.
+        D: the head dimension, for each of which FLA chooses anew.
+    """
+    inputs = make_inputs(DecodeCase(op, "kernel", "kernel", 64, H=64, HV=64, D=D), "cuda")
+    for build in decode_baselines(inputs.case).values():
+        build(inputs)()
+    torch.cuda.synchronize()
 
 
 def _k_first_state(inputs: DecodeInputs) -> torch.Tensor:

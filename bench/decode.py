@@ -64,6 +64,8 @@ def _checked_errors(inputs: DecodeInputs, session: Session) -> dict[str, float]:
     decode_calls.our_call(inputs, state, out, backend="cute")()
     results = {"ours": (out, inputs.sequence_states(state))}
     if session.use_baselines:
+        with session.excused("fla"):
+            baselines.let_fla_tune(inputs.case.op, inputs.case.D)
         for name, build in baselines.decode_baselines(inputs.case).items():
             with session.excused(name):
                 results[name] = build(inputs)()

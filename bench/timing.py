@@ -93,6 +93,10 @@ def _wait() -> None:
     torch.cuda.synchronize()
 
 
+def _rest() -> None:
+    time.sleep(0.04)
+
+
 def graph_repeats(replay_ms: float, calls: int, *, target_ms: float, most_calls: int) -> int:
     """How many times a round of calls goes into one graph.
 
@@ -191,6 +195,7 @@ def call_times(
     clock: Callable[[], int] = time.perf_counter_ns,
     mark: Callable[[], "torch.cuda.Event"] = _recorded_event,
     wait: Callable[[], None] = _wait,
+    rest: Callable[[], None] = _rest,
 ) -> CallTimes:
     """Time of whole calls, as a caller makes them: on the stream and on the host.
 
@@ -202,6 +207,8 @@ def call_times(
         clock: host time in nanoseconds.
         mark: records an event on the stream and returns it.
         wait: waits until the stream is empty.
+        rest: between batches: spreads them over a second or so, since a shared machine's cores may
+            be slow for a good part of one.
 
     Returns:
         Both figures, per call.
@@ -217,6 +224,9 @@ def call_times(
     stream_ms, host_us = [], []
     with _no_garbage_collection():
         for _ in range(repeats):
+            rest()
+            call()
+            wait()
             first = mark()
             began = clock()
             for _ in range(batch):
@@ -262,7 +272,7 @@ def copy_rate(nbytes: int = 1 << 30) -> Sample:
     """
     source = torch.randint(-(2**31), 2**31 - 1, (nbytes // 4,), dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
-    # Not in a graph: there a copy is a memcpy node, which is a third slower than what a stream runs.
+    # Not in a graph: a copy is a memcpy node there, a third slower than what a stream runs.
     ms = call_times(lambda: target.copy_(source), batch=4).ms
     return Sample(2 * nbytes / ms.median / 1e9, ms.spread)
 
