@@ -4,7 +4,7 @@ A step of a small batch takes the GPU a few microseconds, so the host's share co
 plan was our kernel leaves its launch function behind under a short key, and the next such call goes
 straight to it. The key holds what selects a kernel, and what nobody else checks; that all other
 sizes, dtypes, strides and alignments fit, the compiled function sees by itself, and a call that it
-refuses is planned anew.
+refuses is planned anew (so V-first and K-first pools of one shape may share a key).
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from cula.decode.call import Plan, States
 from cula.decode.plan import plan_kda, plan_lightning
 
 MAX_LAUNCHES = 4096  # one for each kind of call and batch size
-_launches: dict[tuple, Callable[..., None]] = {}
+_launches: dict[tuple, tuple[Callable[..., None], float]] = {}  # and the default scale
 
 
 def _kda_decode(
@@ -57,12 +57,14 @@ def _kda_decode(
             g.dtype,
             beta.dtype,
             state.dtype,
-            state.stride(3),
             q.get_device(),
             A_log if A_log is None else A_log.dtype,
-            dt_bias if dt_bias is None else (dt_bias.dtype, dt_bias.shape),
-            state_indices if state_indices is None else (state_indices.dtype, state_indices.shape),
-            cu_seqlens if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape),
+            dt_bias if dt_bias is None else dt_bias.dtype,
+            dt_bias if dt_bias is None else dt_bias.shape,
+            state_indices if state_indices is None else state_indices.dtype,
+            state_indices if state_indices is None else state_indices.shape,
+            cu_seqlens if cu_seqlens is None else cu_seqlens.dtype,
+            cu_seqlens if cu_seqlens is None else cu_seqlens.shape,
             num_accepted_tokens if num_accepted_tokens is None else num_accepted_tokens.dtype,
             token_states is None,
             update_state,
@@ -73,10 +75,11 @@ def _kda_decode(
             allow_neg_eigval,
             backend,
         )
-        launch = _launches.get(key)
-    except (AttributeError, IndexError):  # something is no tensor, or has too few dimensions
-        key = launch = None
-    if launch is not None:
+        known = _launches.get(key)
+    except AttributeError:  # something is no tensor
+        key = known = None
+    if known is not None:
+        launch, default_scale = known
         try:
             launch(
                 q,
@@ -93,7 +96,7 @@ def _kda_decode(
                 cu_seqlens,
                 token_states,
                 out,
-                q.shape[3] ** -0.5 if scale is None else scale,
+                default_scale if scale is None else scale,
                 0.0 if lower_bound is None else lower_bound,
             )
             return
@@ -142,19 +145,21 @@ def _lightning_decode(
             state.shape,
             q.dtype,
             state.dtype,
-            state.stride(3),
             q.get_device(),
-            state_indices if state_indices is None else (state_indices.dtype, state_indices.shape),
-            cu_seqlens if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape),
+            state_indices if state_indices is None else state_indices.dtype,
+            state_indices if state_indices is None else state_indices.shape,
+            cu_seqlens if cu_seqlens is None else cu_seqlens.dtype,
+            cu_seqlens if cu_seqlens is None else cu_seqlens.shape,
             num_accepted_tokens if num_accepted_tokens is None else num_accepted_tokens.dtype,
             token_states is None,
             update_state,
             backend,
         )
-        launch = _launches.get(key)
-    except (AttributeError, IndexError):  # something is no tensor, or has too few dimensions
-        key = launch = None
-    if launch is not None:
+        known = _launches.get(key)
+    except AttributeError:  # something is no tensor
+        key = known = None
+    if known is not None:
+        launch, default_scale = known
         try:
             launch(
                 q,
@@ -171,7 +176,7 @@ def _lightning_decode(
                 cu_seqlens,
                 token_states,
                 out,
-                q.shape[3] ** -0.5 if scale is None else scale,
+                default_scale if scale is None else scale,
                 0.0,
             )
             return
@@ -278,7 +283,7 @@ def _launch(
     if key is not None and all(a is b for a, b in zip(given, (q, k, v, g, target), strict=True)):
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
-        _launches[key] = function
+        _launches[key] = function, plan.dims.K**-0.5
 
 
 def _dense_channels(x: torch.Tensor) -> torch.Tensor:
