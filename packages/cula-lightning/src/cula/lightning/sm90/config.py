@@ -1,4 +1,7 @@
-"""What is known of a prefill kernel when it is compiled. No import of cutlass: a cached kernel needs none."""
+"""What is known of a prefill kernel when it is compiled.
+
+No import of cutlass: a cached kernel needs none.
+"""
 
 from dataclasses import dataclass
 
@@ -8,7 +11,7 @@ PART = 64  # value channels that one warpgroup holds the state of
 
 @dataclass(frozen=True)
 class States:
-    """States in memory: dtype ("fp32", "bf16") and whether the K channels of a value channel are neighbours (V-first)."""
+    """States in memory: "fp32" or "bf16"; V-first: a value channel's K channels are neighbours."""
 
     dtype: str
     v_first: bool
@@ -16,13 +19,14 @@ class States:
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """The compile key; None for an argument that is absent. Dtypes: "bf16", "fp16"; indices "int32", "int64".
+    """The compile key; None for an argument that is absent.
 
     K, V: channels of a key (64 or 128) and of a value (a multiple of 64).
     warpgroups: state warpgroups of a block; each holds 64 value channels of one head.
-    io: dtype of q, k, v and the output.
-    initial, final: the states that sequences start from and where their last ones go, in slots that `state_indices`
-        name (absent: sequence n has slot n). mask: has_initial_state is given.
+    io: dtype of q, k, v and the output, "bf16" or "fp16".
+    initial, final: the states that sequences start from and where their last ones go, in the slots
+        that `state_indices` ("int32", "int64") name; absent: sequence n has slot n.
+    mask: has_initial_state is given.
     checkpoints: states kept along the way.
     varlen: the sequences are packed, and a schedule (cula.common.varlen) says where they lie.
     """

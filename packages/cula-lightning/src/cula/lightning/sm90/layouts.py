@@ -18,21 +18,30 @@ def columns_layout(columns: int, rows: int, stages: int, dtype):
 
 
 class Product:
-    """A 64 x n product of one warpgroup: A from shared memory or registers (K-major), B from shared memory.
+    """A 64 x n product of one warpgroup: A from registers or shared memory, B from shared memory.
 
     Two tiled MMAs, one that starts from zero and one that accumulates: a field set inside a dynamic
     loop would not survive tracing.
     """
 
-    def __init__(self, n: int, dtype, *, a_in_registers: bool, b_mn_major: bool = False):
+    def __init__(
+        self,
+        n: int,
+        dtype,
+        *,
+        a_in_registers: bool = False,
+        a_mn_major: bool = False,
+        b_mn_major: bool = False,
+    ):
         source = warpgroup.OperandSource
+        major = {False: OperandMajorMode.K, True: OperandMajorMode.MN}
         op = warpgroup.MmaF16BF16Op(
             dtype,
             Float32,
             (64, n, 16),
             source.RMEM if a_in_registers else source.SMEM,
-            OperandMajorMode.K,
-            OperandMajorMode.MN if b_mn_major else OperandMajorMode.K,
+            major[a_mn_major],
+            major[b_mn_major],
         )
         self.n, self.dtype = n, dtype
         self.zeroing, self.adding = (
@@ -56,18 +65,15 @@ class Product:
         return self.adding.make_fragment_B(self.slice(thread).partition_B(tensor))
 
     def a_registers(self, accumulator):
-        """A registers for an operand that was an accumulator: (in the order of A, in that of the accumulator).
+        """Registers of an A operand that was an accumulator: in the order of A, in that of C.
 
         A 64 x n accumulator tile rounded to 16 bits already lies as A fragments do.
         """
         c, a = accumulator.layout, self.adding.tv_layout_A.shape[1]
+        along_k = (c.stride[2], cute.size(a, mode=[2]) * c.stride[0][2])
         layout = cute.make_layout(
             (a, c.shape[1], (c.shape[2], cute.size(c, mode=[0]) // cute.size(a))),
-            stride=(
-                c.stride[0],
-                c.stride[1],
-                (c.stride[2], cute.size(a, mode=[2]) * c.stride[0][2]),
-            ),
+            stride=(c.stride[0], c.stride[1], along_k),
         )
         fragments = cute.make_rmem_tensor_like(layout, self.dtype)
         return fragments, cute.make_tensor(fragments.iterator, c)

@@ -1,17 +1,18 @@
 """Lightning Attention prefill on Hopper: a chunk scan with the state in wgmma registers.
 
-Tile:     a block takes units (sequence, head, part of V) and walks each in chunks of 64 tokens; a
-          state warpgroup holds the transposed state of 64 value channels, S^T [64, K] in float32.
-Roles:    warp 0 loads (TMA) and hands out units; state warpgroups (1 or 2) compute and store. With
-          two, they share a head: q and k are loaded once, and each computes half of the scores.
-Chunk:    O^T = diag(l^(i+1)) S^T Q^T + V^T P^T,  P = tril(Q K^T * l^(i-j)),  l = e^g
-          S^T <- l^L S^T + (V l^(L-1-j))^T K      for a chunk of L tokens
-          P of the next chunk is computed while this one's products run.
-Shared:   stages of q, k, v (40 KB, with two warpgroups 48 KB, at D = 128), two buffers of P (8 KB
-          each) and of O (8 KB a warpgroup each), 128 powers of l a warpgroup: 192 KB.
-Registers: S 64, its 16-bit copy 32, O 32, scores 32 / warpgroups, V and decayed V 16 each.
-Bytes:    1,024 a token and head: q, k, v in and o out (two parts read q and k twice, from L2).
-Floor:    those bytes at the memory's copy rate.
+Tile:      a block takes units (sequence, head, part of V) and walks each in chunks of 64 tokens; a
+           state warpgroup holds the transposed state of 64 value channels, S^T [64, K] in float32.
+Roles:     warp 0 loads (TMA) and hands out units; state warpgroups (1 or 2) compute and store. With
+           two, they share a head: q and k are loaded once, and each computes half of the scores.
+Chunk:     O^T = scale (diag(l^(i+1)) S^T Q^T + V^T P^T),  P = tril(Q K^T * l^(i-j)),  l = e^g
+           S^T <- l^L S^T + (V l^(L-1-j))^T K      for a chunk of L tokens
+           P of the next chunk is computed among this one's products.
+Shared:    stages of q, k, v (40 KB; 48 KB with two warpgroups), two buffers of P (8 KB each) and of
+           O (8 KB a warpgroup each), 256 powers of l a warpgroup: 194 KB at D = 128.
+Registers: S 64, its 16-bit copy 32, O 64, scores 32 / warpgroups, decayed V 16: 255, or 240 a
+           thread with two warpgroups.
+Bytes:     1,024 a token and head: q, k, v in and o out (two parts read q and k twice, from L2).
+Floor:     those bytes at the memory's copy rate.
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from cula.lightning.sm90.units import (
     store_shared4,
     unit_at,
 )
-from cula.lightning.sm90.warpgroup import POWERS, state_warpgroup
+from cula.lightning.sm90.warpgroup import TABLE, state_warpgroup
 
 IO = {"bf16": BFloat16, "fp16": Float16}
 SHARED = 220 * 1024
@@ -48,6 +49,9 @@ STATE_REGISTERS = 240
 
 class LightningPrefill:
     """Host launch and device code; `config` (config.py) is everything known when compiling."""
+
+    # The accumulators fill the register file: some configurations keep a few addresses in memory.
+    allowed_spill_bytes = 64
 
     def __init__(self, config):
         self.config = config
@@ -61,7 +65,10 @@ class LightningPrefill:
 
     # ------------------------------------------------------------------ host
     def fake_args(self) -> tuple:
-        """Stand-ins for the arguments of `__call__`. A size that two of them share is one symbol: the call checks it."""
+        """Stand-ins for the arguments of `__call__`.
+
+        A size that two of them share is one symbol: the call checks it.
+        """
         c = self.config
         B, T, H, HV = (cute.sym_int() for _ in range(4))
 
@@ -158,7 +165,7 @@ class LightningPrefill:
             unit_full: cute.struct.MemRange[Int64, RING]
             unit_empty: cute.struct.MemRange[Int64, RING]
             units: cute.struct.Align[cute.struct.MemRange[Int32, RING * WORDS], 16]
-            powers: cute.struct.Align[cute.struct.MemRange[Float32, POWERS * groups], 16]
+            powers: cute.struct.Align[cute.struct.MemRange[Float32, TABLE * groups], 16]
             q: tile(lQ)
             k: tile(lQ)
             v: tile(lV)
@@ -332,7 +339,8 @@ class LightningPrefill:
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
         g = state_warpgroup(shared, c, self.io, thread, wg)
 
-        told, walked = Int32(0), Int32(0)  # units and chunks so far
+        told = Int32(0)  # units so far
+        stage, phase, buffer = Int32(0), Int32(0), Int32(0)  # of the next chunk
         cute.arch.mbarrier_wait(shared.unit_full, 0)
         u = receive(shared.units, 0)
         while u.n >= 0:
@@ -347,90 +355,84 @@ class LightningPrefill:
             if chunks > 0:
                 tail = u.tokens - (chunks - 1) * CHUNK
                 # everyone has read the last unit's powers: a barrier came after that
-                g.store_powers(Float32(mG[u.head]))
-                cute.arch.mbarrier_wait(shared.full + walked % stages, walked // stages % 2)
+                g.store_powers(Float32(mG[u.head]), scale)
+                cute.arch.mbarrier_wait(shared.full + stage, phase)
                 tokens = where(chunks > 1, CHUNK, tail)
-                self.clear_tail(shared, walked % stages, tokens, thread, wg)
+                self.clear_tail(shared, stage, tokens, thread, wg)
                 g.barrier()
                 warpgroup.fence()
-                g.issue_scores(walked % stages)
-                g.load_values(walked % stages)
-                g.decay_values(tokens)
+                g.issue_scores(stage)
+                g.load_values(stage, tokens)
                 warpgroup.wait_group(0)
                 g.round_state(tokens)
-                g.store_scores(walked % 2)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                g.barrier()
+                g.store_scores(buffer)
 
                 gO = cute.domain_offset((0, u.first), tO[None, None, u.head, u.b])
                 copy_s, copy_g = chunk_copies(
                     aO, cute.local_tile(gO, (PART, CHUNK), (value // PART, None)), shared.o
                 )
                 for i in cutlass.range(chunks - 1, unroll=1):
-                    s, s1 = walked % stages, (walked + 1) % stages
-                    cute.arch.mbarrier_wait(shared.full + s1, (walked + 1) // stages % 2)
+                    wraps = stage + 1 == stages
+                    stage1, phase1 = where(wraps, 0, stage + 1), where(wraps, phase ^ 1, phase)
+                    cute.arch.mbarrier_wait(shared.full + stage1, phase1)
                     tokens = where(i + 2 < chunks, CHUNK, tail)
-                    self.clear_tail_together(shared, s1, tokens, thread, wg)
+                    self.clear_tail_together(shared, stage1, tokens, thread, wg)
+                    # the state's products first: while the others run, it is rounded for the next
                     warpgroup.fence()
-                    g.issue_past(s)
-                    g.issue_scores(s1)
-                    warpgroup.wait_group(1)
-                    g.decay_past()
-                    warpgroup.wait_group(0)
-                    warpgroup.fence()
-                    g.issue_present(walked % 2)
-                    g.issue_state(s)
-                    g.store_scores((walked + 1) % 2)
-                    warpgroup.wait_group(1)
-                    g.store_output(walked % 2, scale)
-                    g.load_values(s1)
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    if thread < 32:
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    g.barrier()
-                    if thread < 32:
-                        cute.copy(aO, copy_s[(None, walked % 2 * groups + wg)], copy_g[(None, i)])
+                    g.issue_past(stage)
+                    g.issue_state(stage)
+                    g.issue_scores(stage1)
+                    self.meet(g, thread)
+                    if (thread < 32) & (i > 0):
+                        before = (buffer ^ 1) * groups + wg
+                        cute.copy(aO, copy_s[(None, before)], copy_g[(None, i - 1)])
                         cute.arch.cp_async_bulk_commit_group()
-                    g.decay_values(tokens)
+                    g.issue_present(stage, buffer)
+                    if cutlass.const_expr(c.checkpoints is None):
+                        warpgroup.wait_group(2)
+                        g.round_state(tokens)
+                    g.load_values(stage1, tokens)
+                    warpgroup.wait_group(1)
+                    g.store_scores(buffer ^ 1)
                     warpgroup.wait_group(0)
+                    g.store_output(buffer)
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(shared.empty + s)
-                    self.keep_state(states, u, i + 1, value, thread, g.S)
-                    g.round_state(tokens)
-                    walked += 1
+                        cute.arch.mbarrier_arrive(shared.empty + stage)
+                    if cutlass.const_expr(c.checkpoints is not None):
+                        # it branches, so it waits until no accumulator is in flight
+                        self.keep_state(states, u, i + 1, value, thread, g.S)
+                        g.round_state(tokens)
+                    stage, phase, buffer = stage1, phase1, buffer ^ 1
 
-                s = walked % stages
                 warpgroup.fence()
-                g.issue_past(s)
+                g.issue_past(stage)
+                g.issue_state(stage)
+                self.meet(g, thread)
+                if (thread < 32) & (chunks > 1):
+                    before = (buffer ^ 1) * groups + wg
+                    cute.copy(aO, copy_s[(None, before)], copy_g[(None, chunks - 2)])
+                    cute.arch.cp_async_bulk_commit_group()
+                g.issue_present(stage, buffer)
                 warpgroup.wait_group(0)
-                g.decay_past()
-                warpgroup.fence()
-                g.issue_present(walked % 2)
-                g.issue_state(s)
-                warpgroup.wait_group(1)
-                g.store_output(walked % 2, scale)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                if thread < 32:
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                g.barrier()
-                warpgroup.wait_group(0)
+                g.store_output(buffer)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(shared.empty + s)
-                buffer = walked % 2 * groups + wg
+                    cute.arch.mbarrier_arrive(shared.empty + stage)
+                self.meet(g, thread)
+                mine = buffer * groups + wg
+                whole = True  # of equal lengths, what lies past the end is cut off
                 if cutlass.const_expr(c.varlen):
+                    whole = tail == CHUNK
                     if tail < CHUNK:
                         first = u.first + (chunks - 1) * CHUNK
-                        self.store_rows(shared, buffer, mO, u, value, first, tail, thread)
-                    elif thread < 32:
-                        cute.copy(aO, copy_s[(None, buffer)], copy_g[(None, chunks - 1)])
-                        cute.arch.cp_async_bulk_commit_group()
-                else:  # what lies past the end is cut off
-                    if thread < 32:
-                        cute.copy(aO, copy_s[(None, buffer)], copy_g[(None, chunks - 1)])
-                        cute.arch.cp_async_bulk_commit_group()
+                        self.store_rows(shared, mine, mO, u, value, first, tail, thread)
+                if (thread < 32) & whole:
+                    cute.copy(aO, copy_s[(None, mine)], copy_g[(None, chunks - 1)])
+                    cute.arch.cp_async_bulk_commit_group()
                 if tail == CHUNK:
                     self.keep_state(states, u, chunks, value, thread, g.S)
-                walked += 1
+                wraps = stage + 1 == stages
+                stage, phase = where(wraps, 0, stage + 1), where(wraps, phase ^ 1, phase)
+                buffer = buffer ^ 1
                 self.store_state(states, u, value, thread, g.S)
             else:
                 # not the path above with S merged: ptxas would copy accumulators that are in flight
@@ -439,6 +441,17 @@ class LightningPrefill:
             cute.arch.mbarrier_wait(shared.unit_full + told % RING, told // RING % 2)
             u = receive(shared.units, told % RING)
         cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def meet(self, g, thread: Int32):
+        """The state warpgroups' writes to shared memory become everyone's, TMA's included.
+
+        The warp that stores sees to it that its last store has been read: its buffer is next.
+        """
+        cute.arch.fence_proxy("async.shared", space="cta")
+        if thread < 32:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        g.barrier()
 
     @cute.jit
     def clear_tail_together(self, shared, stage: Int32, tokens: Int32, thread: Int32, wg: Int32):
@@ -450,7 +463,7 @@ class LightningPrefill:
 
     @cute.jit
     def clear_tail(self, shared, stage: Int32, tokens: Int32, thread: Int32, wg: Int32):
-        """Zeros the rows of k and v that are the next sequence's: whatever lies there, even NaN, must not count.
+        """Zeros the rows of k and v that are the next sequence's: even NaN there must not count.
 
         Equal lengths need none of it: TMA fills with zeros past a tensor's end.
         """
@@ -483,7 +496,7 @@ class LightningPrefill:
         tokens: Int32,
         thread: Int32,
     ):
-        """The rows of a sequence's last chunk, from shared memory: what follows them is another sequence's."""
+        """The rows of a sequence's last chunk: those that follow are another sequence's."""
         piece = thread % 8
         for i in cutlass.range_constexpr(CHUNK // 16):
             row = thread // 8 + 16 * i

@@ -8,14 +8,24 @@ from dataclasses import dataclass
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import vector
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from cula.common.cute import math, vector
+from cula.common.cute import math
 from cula.lightning.sm90.config import CHUNK
 from cula.lightning.sm90.layouts import Product
 
 POWERS = 2 * CHUNK  # l^x for x = 1 - CHUNK .. CHUNK, l the decay of one token; 0 where x < 0
+TABLE = 2 * POWERS  # the powers, and the same times the scale
 ONE = CHUNK - 1  # where l^0 lies among them
+
+
+def load_pair(pointer) -> tuple:
+    """Two neighbouring Float32 of shared memory, the first at a multiple of 8 bytes."""
+    kind = ir.VectorType.get([2], Float32.mlir_type)
+    packed = cute.arch.load(pointer, kind, ss="cta")
+    return tuple(Float32(vector.extract(packed, [], [i])) for i in range(2))
 
 
 # Frozen: CuTe DSL lets dynamic loops read a frozen dataclass from outside.
@@ -30,33 +40,37 @@ class StateWarpgroup:
     wg: Int32
     powers: cute.Pointer
     scores: Product
-    outputs: Product
+    past: Product
+    present: Product
     states: Product
     q_rows: cute.Tensor  # descriptors: q as A of the scores, k as B
     k_rows: cute.Tensor
     q_columns: cute.Tensor  # q as B of S^T Q^T
-    p_columns: cute.Tensor  # P as B of V^T P^T
+    v_rows: cute.Tensor  # V^T as A of V^T P^T, P as B
+    p_columns: cute.Tensor
     k_columns: cute.Tensor  # K as B of V^T K
     S: cute.Tensor
     P: cute.Tensor
-    O: cute.Tensor
-    s_operand: tuple
+    O: cute.Tensor  # what the state adds to the outputs; then all of it
+    O_present: cute.Tensor  # what the chunk's own tokens add
+    s_operand: tuple  # A fragments: as the product takes them, and in the accumulator's order
     v_operand: tuple
-    decayed_operand: tuple
     copy_v: tuple
     copy_p: tuple
     copy_o: tuple
 
     # ---------------------------------------------------------------- powers of the decay
-    def store_powers(self, g):
-        """The table of l^x = e^(g x), one entry a thread."""
+    def store_powers(self, g, scale):
+        """The tables of l^x = e^(g x) and of scale * l^x, one entry a thread."""
         x = self.thread - ONE
         power = math.decay(g * Float32(x))
         power = math.select(x == 0, 1.0, power)  # where g is -inf, too
-        self.table()[self.thread] = math.select(x < 0, 0.0, power)
+        power = math.select(x < 0, 0.0, power)
+        self.table(0)[self.thread] = power
+        self.table(1)[self.thread] = power * scale
 
-    def table(self):
-        return cute.make_tensor(self.powers, cute.make_layout(POWERS))
+    def table(self, scaled: int):
+        return cute.make_tensor(self.powers + scaled * POWERS, cute.make_layout(POWERS))
 
     def pair(self):
         """Column of the thread's first element in each block of an accumulator."""
@@ -68,75 +82,71 @@ class StateWarpgroup:
         self._issue(self.scores, self.P, q, self.k_rows, stage, False)
 
     def issue_past(self, stage):
-        self._issue(self.outputs, self.O, self.s_operand[0], self.q_columns, stage, False)
+        self._issue(self.past, self.O, self.s_operand[0], self.q_columns, stage, False)
 
-    def issue_present(self, buffer):
-        self._issue(self.outputs, self.O, self.v_operand[0], self.p_columns, buffer, True)
+    def issue_present(self, stage, buffer):
+        v = self.v_rows[(None, None, None, stage * self.groups + self.wg)]
+        self._issue(self.present, self.O_present, v, self.p_columns, buffer, False)
 
     def issue_state(self, stage):
-        self._issue(self.states, self.S, self.decayed_operand[0], self.k_columns, stage, True)
+        self._issue(self.states, self.S, self.v_operand[0], self.k_columns, stage, True)
 
     def _issue(self, product, accumulator, a, b, stage, accumulate):
         product.issue(accumulator, a, b[(None, None, None, stage)], accumulate=accumulate)
         warpgroup.commit_group()
 
     # ---------------------------------------------------------------- register work
-    def load_values(self, stage):
-        """V^T of a stage as A fragments."""
-        copy, source, target = self.copy_v
+    def load_values(self, stage, tokens):
+        """V^T of a stage as A fragments, column j times l^(tokens - 1 - j)."""
+        copy, source, target, raw = self.copy_v
         cute.copy(copy, source[(None, None, None, stage * self.groups + self.wg)], target)
-
-    def decay_values(self, tokens):
-        """V^T with column j times l^(tokens - 1 - j)."""
-        table, first = self.table(), tokens - 1 + ONE - self.pair()
-        v, decayed = self.v_operand[1], self.decayed_operand[1]
+        table, first = self.table(0), tokens - 1 + ONE - self.pair()
+        values = cute.make_rmem_tensor_like(raw.layout, Float32)
+        values.store(raw.load().to(Float32))
         for block in range(CHUNK // 8):
             for j in range(2):
                 power = table[first - 8 * block - j]
                 for i in range(2):
                     x = 4 * block + 2 * i + j
-                    decayed[x] = self.dtype(Float32(v[x]) * power)
+                    values[x] = values[x] * power
+        self.v_operand[1].store(values.load().to(self.dtype))
 
     def round_state(self, tokens):
         """The 16-bit copy of S that the outputs read; S itself decays by so many tokens."""
         self.s_operand[1].store(self.S.load().to(self.dtype))
-        power = self.table()[tokens + ONE]
+        power = self.table(0)[tokens + ONE]
         for x in range(cute.size(self.S)):
             self.S[x] = self.S[x] * power
 
     def store_scores(self, buffer):
-        """P, causal and decayed, rounded, into shared memory."""
+        """P, decayed and scaled, rounded, into shared memory; a power is 0 where j > i."""
         copy, source, target, rounded = self.copy_p
-        table = self.table()
+        table = self.table(1)
         row = 16 * (self.thread // 32) + self.thread % 32 // 4
-        ahead = row - self.wg * self.columns - self.pair()
+        ahead = row - self.wg * self.columns - self.pair() + ONE
         powers = {}
         for block in range(self.columns // 8):
             for i in range(2):
                 for j in range(2):
                     distance = 8 * (i - block) - j
                     if distance not in powers:
-                        powers[distance] = table[ahead + distance + ONE]
+                        powers[distance] = table[ahead + distance]
                     x = 4 * block + 2 * i + j
-                    causal = ahead + distance >= 0
-                    rounded[x] = self.dtype(math.select(causal, self.P[x] * powers[distance], 0.0))
+                    self.P[x] = self.P[x] * powers[distance]
+        rounded.store(self.P.load().to(self.dtype))
         cute.copy(copy, source, target[(None, None, None, buffer)])
 
-    def decay_past(self):
-        """O^T with column i times l^(i + 1)."""
+    def store_output(self, buffer):
+        """O^T = diag(scale l^(i + 1)) past + present, rounded, into shared memory."""
+        copy, source, target, rounded = self.copy_o
+        first = self.powers + (POWERS + ONE + 1 + self.pair())
         for block in range(CHUNK // 8):
-            place = self.powers + (ONE + 1 + 8 * block + self.pair())
-            power = vector.load_shared(place.align(8), 2)
+            power = load_pair(first + 8 * block)
             for j in range(2):
                 for i in range(2):
                     x = 4 * block + 2 * i + j
-                    self.O[x] = self.O[x] * power[j]
-
-    def store_output(self, buffer, scale):
-        """O, scaled and rounded, into shared memory."""
-        copy, source, target, rounded = self.copy_o
-        for x in range(cute.size(self.O)):
-            rounded[x] = self.dtype(self.O[x] * scale)
+                    self.O[x] = self.O[x] * power[j] + self.O_present[x]
+        rounded.store(self.O.load().to(self.dtype))
         cute.copy(copy, source, target[(None, None, None, buffer * self.groups + self.wg)])
 
     def barrier(self):
@@ -148,25 +158,28 @@ def state_warpgroup(shared, config, dtype, thread, wg) -> StateWarpgroup:
     """Warpgroup wg's fragments; `shared` is the block's tiles."""
     groups = config.warpgroups
     columns = CHUNK // groups
-    scores = Product(columns, dtype, a_in_registers=False)
-    outputs = Product(CHUNK, dtype, a_in_registers=True)
+    scores = Product(columns, dtype)
+    past = Product(CHUNK, dtype, a_in_registers=True)
+    present = Product(CHUNK, dtype, a_mn_major=True)
     states = Product(config.K, dtype, a_in_registers=True, b_mn_major=True)
-    S, P, O = (product.accumulator(thread) for product in (states, scores, outputs))
+    S, P, O, O_present = (
+        product.accumulator(thread) for product in (states, scores, past, present)
+    )
 
     def mine(tile, mode):
         """This warpgroup's half of a tile's rows (mode 0) or columns (mode 1)."""
         shape = (columns, config.K) if mode == 0 else (CHUNK, columns)
         return cute.local_tile(tile, shape, (wg, 0, None) if mode == 0 else (0, wg, None))
 
-    v_operand = outputs.a_registers(O)
+    raw = cute.make_rmem_tensor_like(O.layout, dtype)
     p_rounded = cute.make_rmem_tensor_like(P.layout, dtype)
     o_rounded = cute.make_rmem_tensor_like(O.layout, dtype)
     load = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), dtype)
     store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
     store_transposed = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), dtype)
-    copy_v = cute.make_tiled_copy_C(load, outputs.adding)
+    copy_v = cute.make_tiled_copy_C(load, past.adding)
     copy_p = cute.make_tiled_copy_C(store, scores.adding)
-    copy_o = cute.make_tiled_copy_C(store_transposed, outputs.adding)
+    copy_o = cute.make_tiled_copy_C(store_transposed, past.adding)
     to_v, to_p, to_o = (copy.get_slice(thread) for copy in (copy_v, copy_p, copy_o))
     return StateWarpgroup(
         columns=columns,
@@ -174,22 +187,24 @@ def state_warpgroup(shared, config, dtype, thread, wg) -> StateWarpgroup:
         dtype=dtype,
         thread=thread,
         wg=wg,
-        powers=shared.powers + wg * POWERS,
+        powers=shared.powers + wg * TABLE,
         scores=scores,
-        outputs=outputs,
+        past=past,
+        present=present,
         states=states,
         q_rows=scores.a_operand(thread, shared.q),
         k_rows=scores.b_operand(thread, mine(shared.k, 0)),
-        q_columns=outputs.b_operand(thread, shared.q),
-        p_columns=outputs.b_operand(thread, shared.p),
+        q_columns=past.b_operand(thread, shared.q),
+        v_rows=present.a_operand(thread, shared.v),
+        p_columns=present.b_operand(thread, shared.p),
         k_columns=states.b_operand(thread, shared.k_columns),
         S=S,
         P=P,
         O=O,
-        s_operand=outputs.a_registers(S),
-        v_operand=v_operand,
-        decayed_operand=states.a_registers(O),
-        copy_v=(copy_v, to_v.partition_S(shared.v), to_v.retile(v_operand[1])),
+        O_present=O_present,
+        s_operand=past.a_registers(S),
+        v_operand=states.a_registers(O),
+        copy_v=(copy_v, to_v.partition_S(shared.v), to_v.retile(raw), raw),
         copy_p=(copy_p, to_p.retile(p_rounded), to_p.partition_D(mine(shared.p, 1)), p_rounded),
         copy_o=(copy_o, to_o.retile(o_rounded), to_o.partition_D(shared.o), o_rounded),
     )
