@@ -46,7 +46,7 @@ class HeadState:
             if self.v_first:
                 pair = vector.load_floats(place, self.dtype, 2)
             else:
-                pair = [self._load_one(place + j * self.column) for j in range(2)]
+                pair = [Float32(element(place + j * self.column)[0]) for j in range(2)]
             accumulator[x], accumulator[x + 1] = pair
 
     def store(self, accumulator):
@@ -56,10 +56,12 @@ class HeadState:
                 vector.store_floats(place, self.dtype, pair)
             else:
                 for j in range(2):
-                    cute.arch.store(place + j * self.column, self.dtype(pair[j]))
+                    element(place + j * self.column)[0] = self.dtype(pair[j])
 
-    def _load_one(self, place) -> Float32:
-        return Float32(cute.arch.load(place, self.dtype))
+
+def element(pointer):
+    """One element at a pointer, as a tensor."""
+    return cute.make_tensor(pointer, cute.make_layout(1))
 
 
 DTYPES = {"fp32": Float32, "bf16": BFloat16, "int32": Int32, "int64": Int64}
