@@ -24,7 +24,7 @@ def find_commands() -> dict[str, ModuleType]:
     commands = {}
     for module in pkgutil.iter_modules(bench.__path__):
         # the published script names are entry points of their own
-        if module.name in _NOT_COMMANDS or module.name.startswith("bench_"):
+        if module.name in _NOT_COMMANDS or module.name.startswith(("bench_", "generate_")):
             continue
         loaded = importlib.import_module(f"bench.{module.name}")
         if hasattr(loaded, "COMMAND"):

@@ -160,7 +160,7 @@ def family(heads: int = 64, head_dim: int = 128) -> Family[DecodeCase]:
     Returns:
         The family.
     """
-    return Family("decode", TITLE, lambda: decode_cases(heads, head_dim), measure, show)
+    return Family("decode", TITLE, lambda: decode_cases(heads, head_dim), measure, show, GROUPS)
 
 
 def main(argv: list[str]) -> int:

@@ -7,7 +7,7 @@ changes nothing here.
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +57,7 @@ class Family(Generic[C]):
         cases: everything that can be measured, in order.
         measure: one case to its row; raises ``AccuracyError`` before timing anything wrong.
         show: the rows of a run as text; gets (case, row) pairs in order.
+        groups: title per group, in the order in which a report shows them.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Family(Generic[C]):
     cases: Callable[[], Sequence[C]]
     measure: Callable[[C, "Session"], Row]
     show: Callable[[Sequence[tuple[C, Row]]], str]
+    groups: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
