@@ -167,6 +167,13 @@ for name in FAMILIES:
     bench_session(name)
 
 
+@nox.session
+def report(session: nox.Session) -> None:
+    """BENCHMARKS.md, its plots and the READMEs' figures, from the committed runs."""
+    prepare(session, *PACKAGES, tools=("matplotlib",))
+    session.run("python", "-m", "bench", "report", *session.posargs)
+
+
 # --- wheels and releases ------------------------------------------------------------------------
 
 
