@@ -5,6 +5,7 @@ runtime over. There test_kernel_gpu.py runs the same kernel.
 """
 
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ pytest.importorskip("tvm_ffi")
 from cula.common import checks  # noqa: E402
 from cula.common.jit import compile_kernel  # noqa: E402
 from cula.common.testing import assert_close, poisoned, same_bits  # noqa: E402
+from cula.common.varlen import FixedPlan, VarlenPlan, build_schedule  # noqa: E402
 from cula.lightning import chunk_lightning_attn, launch, lightning_prefill, plan  # noqa: E402
 from cula.lightning.cases import CASES, Case, kernel_config_of, make_inputs  # noqa: E402
 from cula.lightning.kernel_plan import KERNEL_DIMS  # noqa: E402
@@ -97,9 +99,12 @@ def test_kernel_equals_the_reference(emulated, name) -> None:
     case = CASES[name]
     inputs = make_inputs(case)
     before = inputs["state"].clone() if case.state else None
-    seen = check(emulated, inputs, unit=case.magnitude)
-    assert seen.configs[0] == kernel_config_of(case, SMALL_GPU)
-    assert len(seen.launches) == (2 if case.varlen else 1)
+    sms = 132 if name.startswith("few") else SMALL_GPU
+    seen = check(emulated, inputs, sms, case.magnitude)
+    config = kernel_config_of(case, sms)
+    assert seen.configs[-1] == config
+    assert (config.segments is not None) == name.startswith("few")
+    assert len(seen.launches) == 1 + case.varlen + (config.segments is not None)
     if case.state:
         named = set(inputs["state_indices"].tolist())
         for slot in set(range(len(before))) - named:
@@ -112,7 +117,7 @@ def test_lengths_around_chunks_in_half_heads(emulated, lengths, varlen) -> None:
     """Blocks of one warpgroup, which whole heads on a large GPU are cut for."""
     case = Case(lengths, H=1, HV=1, varlen=varlen)
     seen = check(emulated, make_inputs(case), sms=132)
-    assert seen.configs[0].warpgroups == 1
+    assert seen.configs[-1].warpgroups == 1
 
 
 @pytest.mark.parametrize(
@@ -125,44 +130,65 @@ def test_lengths_around_chunks_in_half_heads(emulated, lengths, varlen) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("sms", [1, 132])
-def test_no_order_of_execution_changes_the_results(emulated, case, sms) -> None:
+def test_no_order_of_execution_changes_the_results(case, sms) -> None:
     """Every mode of the emulator, random schedules: the same bits, no hazards."""
-    x = make_inputs(case)
-    out = torch.full_like(x["v"], torch.nan)
-    outputs = [out, x["state"], *([x["checkpoints"]] if case.checkpoint_interval else [])]
-    with emulated(sms) as seen:
-        lightning_prefill(**x, out=out)  # the schedule, in a device of its own
-    config = seen.configs[0]
-    workspace = None
-    if case.varlen:
-        workspace = _workspace(case, config)
-        outputs.append(workspace)
-    mask = x["has_initial_state"].view(torch.uint8)
-    args = (
-        *(x[name] for name in ("q", "k", "v", "g_gamma", "state", "state", "state_indices")),
-        mask,
-        x.get("checkpoints"),
-        workspace,
-        out,
-        0.1,
-        64,
-        launch.WHOLE,
-        len(case.lengths) * case.HV * config.parts,
-        min(sms, 2),
-    )
+    ptxemu.install()
+    inputs = make_inputs(case)
+    config = kernel_config_of(case, sms)
+    outputs, args = _launch_args(case, config, inputs, segment_chunks=0)
     with ptxemu.device() as device:
         assert device.check(lambda: compiled(config)(*args), outputs) == []
-    assert not out.isnan().any()
+    assert not outputs[0].isnan().any()
 
 
-def _workspace(case, config) -> torch.Tensor:
-    from cula.common.varlen import VarlenPlan, build_schedule
+@pytest.mark.parametrize("varlen", [False, True])
+def test_no_order_of_execution_changes_segments(varlen) -> None:
+    """The same for both passes over segments of one chunk, and what they write is right."""
+    ptxemu.install()
+    case = Case((150,), H=1, HV=1, varlen=varlen)
+    inputs, twin = make_inputs(case), make_inputs(case)
+    right = lightning_prefill(**twin)
+    second = replace(kernel_config_of(case, 1), segments="second")
+    first = replace(second, segments="first", final=None)
+    outputs, args = _launch_args(case, second, inputs, segment_chunks=1)
+    without_final = (*args[:5], None, *args[6:])
+    with ptxemu.device() as device:
+        check = device.check(lambda: compiled(first)(*without_final), outputs)
+    assert check == []
+    with ptxemu.device() as device:
+        assert device.check(lambda: compiled(second)(*args), outputs) == []
+    assert_close("o", outputs[0], right, 4e-3)
+    assert_close("state", inputs["state"], twin["state"], STATE_TOLERANCE)
 
-    varlen = VarlenPlan(
-        len(case.lengths), sum(case.lengths), 64, case.HV, config.parts, chunk_table=False
+
+def _launch_args(case, config, inputs: dict, segment_chunks: int) -> tuple[list, tuple]:
+    """What a launch writes, and its arguments, for two blocks at most."""
+    sizes = {"heads": case.HV, "parts": config.parts, "segment_chunks": segment_chunks}
+    N, tokens = len(case.lengths), sum(case.lengths)
+    workspace, local = None, None
+    if case.varlen:
+        shape = VarlenPlan(N, tokens, 64, **sizes, chunk_table=False)
+        workspace = build_schedule(shape, inputs["cu_seqlens"]).workspace
+    else:
+        shape = FixedPlan(N, case.lengths[0], 64, **sizes)
+    if segment_chunks:
+        local = torch.full((shape.max_segments, case.HV, case.V, case.K), torch.nan)
+    out = torch.full_like(inputs["v"], torch.nan)
+    args = (
+        *(inputs[name] for name in ("q", "k", "v", "g_gamma", "state", "state", "state_indices")),
+        inputs["has_initial_state"].view(torch.uint8),
+        inputs.get("checkpoints"),
+        local,
+        workspace,
+        out,
+        128**-0.5,
+        64,
+        shape.device_segment_chunks,
+        shape.max_units,
+        min(shape.max_units, 2),
     )
-    bounds = torch.tensor((0, *case.lengths)).cumsum(0)
-    return build_schedule(varlen, bounds).workspace
+    written = (out, inputs["state"], inputs.get("checkpoints"), local, workspace)
+    return [x for x in written if x is not None], args
 
 
 def in_poison(inputs: dict) -> tuple[dict, list]:
@@ -233,7 +259,7 @@ def test_strided_tensors_are_read_as_they_lie(emulated) -> None:
     with emulated() as seen:
         o = lightning_prefill(**inputs)
         assert len(launch._launches) == 1  # kept only if nothing was copied
-    assert not seen.configs[0].final.v_first
+    assert not seen.configs[-1].final.v_first
     assert_close("o", o, right, 4e-3)
     assert_close("state", pool, twin["state"], STATE_TOLERANCE)
     assert (wide[..., 128 * 128 :] == 0).all()

@@ -6,8 +6,8 @@ import torch
 
 from cula.common.backends import Backend
 from cula.common.dims import Dims
+from cula.lightning.kernel_plan import KernelPlan
 from cula.lightning.reference import LightningForm
-from cula.lightning.sm90.config import PrefillConfig
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,7 @@ class Plan:
     backend: Backend
     reason: str
     """Why the backend is not our kernel; empty if it is."""
-    config: PrefillConfig | None = None
-    blocks: int = 0
-    """Of the kernel's launch."""
-
-    @property
-    def units(self) -> int:
-        """(sequence, head, part)s that the kernel's blocks share."""
-        return 0 if self.config is None else self.sequences * self.dims.HV * self.config.parts
+    kernel: KernelPlan | None = None
 
     @property
     def empty(self) -> bool:
@@ -46,7 +39,8 @@ class Plan:
             "lightning",
             _short(self.dtype),
             f"k{self.dims.K}v{self.dims.V}",
-            f"wg{self.config.warpgroups}" if self.config else "",
+            f"wg{self.kernel.config.warpgroups}" if self.kernel else "",
+            "segments" if self.kernel and self.kernel.config.segments else "",
             f"state.{_short(self.state_dtype)}" if self.state_dtype else "",
             "varlen" if self.varlen else "",
             "checkpoints" if self.checkpoint_interval else "",

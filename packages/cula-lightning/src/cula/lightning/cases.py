@@ -1,6 +1,6 @@
 """Named shapes and inputs of Lightning prefill: one list for tests, compile checks, benchmarks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from cula.common.dims import dims_of
 from cula.common.recurrence import lightning_log_decay
 from cula.common.varlen import schedule_configs
-from cula.lightning.kernel_plan import KERNEL_ARCH, KERNEL_DIMS, kernel_config
+from cula.lightning.kernel_plan import KERNEL_ARCH, KERNEL_DIMS, kernel_plan
 from cula.lightning.sm90.config import CHUNK, PrefillConfig, States
 
 
@@ -55,6 +55,8 @@ CASES: dict[str, Case] = {
     "huge values": Case((70,), magnitude=1e5),
     "bf16 pool": Case((100, 64), varlen=True, state=torch.bfloat16),
     "no state": Case((100,), state=None),
+    "few heads": Case((1100,), H=1, HV=1),
+    "few heads, varlen": Case((40, 1090, 0, 600), H=1, HV=1, varlen=True, checkpoint_interval=128),
     "checkpoints": Case((128, 63, 200, 0, 64), varlen=True, checkpoint_interval=64),
 }
 
@@ -95,7 +97,7 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -
 def kernel_config_of(case: Case, sms: int = 132) -> PrefillConfig:
     """What the kernel of a case's call is compiled for, on a GPU of so many multiprocessors."""
     x = make_inputs(case)
-    config, _ = kernel_config(
+    return kernel_plan(
         x["q"],
         dims_of(x["q"], x["k"], x["v"]),
         len(case.lengths),
@@ -106,8 +108,7 @@ def kernel_config_of(case: Case, sms: int = 132) -> PrefillConfig:
         checkpoints=x.get("checkpoints"),
         varlen=case.varlen,
         sms=sms,
-    )
-    return config
+    ).config
 
 
 def kernel_configs(which: Literal["common", "all"] = "all", arch: str = KERNEL_ARCH) -> tuple:
@@ -135,6 +136,13 @@ def kernel_configs(which: Literal["common", "all"] = "all", arch: str = KERNEL_A
         for groups in (1, 2)
         for form in forms
     }
+    for varlen in (False, True):
+        for form in forms:
+            config = PrefillConfig(
+                K=128, V=128, warpgroups=2, io="bf16", varlen=varlen, segments="second", **form
+            )
+            configs[config] = None
+            configs[replace(config, segments="first", final=None)] = None
     configs.update(dict.fromkeys(schedule_configs(CHUNK)))
     if which == "all":
         for case in CASES.values():

@@ -1,11 +1,14 @@
 """Which kernel runs a call, if any: from shapes, strides and dtypes alone."""
 
+from dataclasses import dataclass, replace
+
 import torch
 
 from cula.common.arch import arch_of, missing_compiler
 from cula.common.dims import Dims
 from cula.common.layouts import has_dense_slots, to_k_first
-from cula.lightning.sm90.config import PrefillConfig, States
+from cula.common.varlen import FixedPlan, VarlenPlan, choose_segment_chunks
+from cula.lightning.sm90.config import CHUNK, PrefillConfig, States
 
 KERNEL_ARCH = "sm_90a"
 KERNEL_DIMS = ((128, 128), (64, 64))
@@ -18,7 +21,30 @@ NAMES = {
 }
 
 
-def kernel_config(
+MIN_SEGMENT = 8
+"""Chunks of the shortest segment: what one saves there pays for its state's way through memory."""
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """The kernel of a call, and how its work is shared out.
+
+    shape: bounds of the units, from shapes alone. blocks: of each launch.
+    """
+
+    config: PrefillConfig
+    shape: FixedPlan | VarlenPlan
+    blocks: int
+
+    @property
+    def first_pass(self) -> PrefillConfig | None:
+        """The kernel that goes before where sequences are cut along time."""
+        if self.config.segments is None:
+            return None
+        return replace(self.config, segments="first", final=None, checkpoints=None)
+
+
+def kernel_plan(
     q: torch.Tensor,
     dims: Dims,
     sequences: int,
@@ -30,8 +56,8 @@ def kernel_config(
     checkpoints: torch.Tensor | None = None,
     varlen: bool,
     sms: int,
-) -> tuple[PrefillConfig, int]:
-    """What the kernel of such a call is compiled for, and how many blocks to launch.
+) -> KernelPlan:
+    """What the kernel of such a call is compiled for, and how many blocks share what.
 
     Looks at shapes, strides and dtypes alone.
 
@@ -39,9 +65,12 @@ def kernel_config(
         initial, final, checkpoints: V-first by shape, whatever their layout in memory.
         sms: multiprocessors of the GPU.
     """
+    heads = sequences * dims.HV
+    segment_chunks = _segment_chunks(dims, sequences, varlen, sms)
     # A block with two warpgroups loads a head's q and k once; with one, twice as many blocks share
     # the work. Half a head a block is for when whole heads leave half of the GPU idle.
-    warpgroups = 1 if dims.V == 64 or 2 * sequences * dims.HV <= sms else 2
+    halves = 2 * heads <= sms and not segment_chunks
+    warpgroups = 1 if dims.V == 64 or halves else 2
     config = PrefillConfig(
         K=dims.K,
         V=dims.V,
@@ -53,8 +82,36 @@ def kernel_config(
         mask=mask,
         checkpoints=_states(checkpoints),
         varlen=varlen,
+        segments="second" if segment_chunks else None,
     )
-    return config, min(sequences * dims.HV * config.parts, sms)
+    sizes = {"heads": dims.HV, "parts": config.parts, "segment_chunks": segment_chunks}
+    if varlen:
+        shape = VarlenPlan(sequences, dims.T, CHUNK, **sizes, chunk_table=False)
+    else:
+        shape = FixedPlan(dims.B, dims.T, CHUNK, **sizes)
+    return KernelPlan(config, shape, min(shape.max_units, sms))
+
+
+def _segment_chunks(dims: Dims, sequences: int, varlen: bool, sms: int) -> int:
+    """Chunks a segment; 0: sequences stay whole.
+
+    Two passes read k and v twice, so they pay where one would use half of the GPU or less.
+    """
+    parts = dims.V // 64  # of a head, where sequences stay whole
+    if 2 * parts * sequences * dims.HV > sms:
+        return 0
+    if varlen:
+        return choose_segment_chunks(
+            tokens=dims.T,
+            chunk=CHUNK,
+            heads=dims.HV,
+            parts=1,
+            slots=sms,
+            min_chunks=MIN_SEGMENT,
+        )
+    chunks = -(-dims.T // CHUNK)
+    segments = min(sms // (sequences * dims.HV), chunks // MIN_SEGMENT)
+    return -(-chunks // segments) if segments > 1 else 0
 
 
 def _states(x: torch.Tensor | None) -> States | None:

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from cula.common import jit
-from cula.common.varlen import VarlenPlan
 from cula.lightning.call import Plan
 from cula.lightning.kernel_plan import KERNEL_ARCH, loadable_states
 from cula.lightning.sm90.config import CHUNK
 
 MAX_LAUNCHES = 4096  # one for each kind of call and batch size
-WHOLE = 2**31 - 1  # chunks a segment, where no sequence is cut
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,9 @@ class Launch:
     """Everything about a kind of call but its tensors and scale."""
 
     kernel: Callable[..., None]
+    first_pass: Callable[..., None] | None
+    segment_states: tuple[int, ...]
+    segment_chunks: int
     schedule: Callable[..., None] | None
     schedule_args: tuple[int, ...]
     workspace_words: int
@@ -53,24 +54,15 @@ class Launch:
         if self.schedule is not None:
             workspace = torch.empty(self.workspace_words, dtype=torch.int32, device=q.device)
             self.schedule(cu_seqlens, workspace, *self.schedule_args)
-        self.kernel(
-            q,
-            k,
-            v,
-            g_gamma,
-            initial,
-            final,
-            state_indices,
-            None if mask is None else mask.view(torch.uint8),
-            checkpoints,
-            workspace,
-            out,
-            scale,
-            self.interval,
-            WHOLE,
-            self.units,
-            self.blocks,
-        )
+        local = None
+        if self.first_pass is not None:
+            local = torch.empty(self.segment_states, dtype=torch.float32, device=q.device)
+        given = (q, k, v, g_gamma, initial)
+        indices = (state_indices, None if mask is None else mask.view(torch.uint8))
+        numbers = (scale, self.interval, self.segment_chunks, self.units, self.blocks)
+        if self.first_pass is not None:
+            self.first_pass(*given, None, *indices, None, local, workspace, out, *numbers)
+        self.kernel(*given, final, *indices, checkpoints, local, workspace, out, *numbers)
 
 
 _launches: dict[tuple, Callable[..., None]] = {}
@@ -85,21 +77,25 @@ def launch_of(
     plan: Plan, device: torch.device, cu_seqlens: torch.Tensor | None
 ) -> Callable[..., None]:
     """The launch of a plan, compiled if need be."""
-    kernel = jit.compiled(plan.config, KERNEL_ARCH)
-    schedule, schedule_args, words = None, (), 0
+    chosen, shape = plan.kernel, plan.kernel.shape
+    first_pass, schedule, schedule_args, words = None, None, (), 0
+    if chosen.first_pass is not None:
+        first_pass = jit.compiled(chosen.first_pass, KERNEL_ARCH)
     if cu_seqlens is not None:
-        varlen = VarlenPlan(
-            plan.sequences,
-            plan.dims.T,
-            CHUNK,
-            plan.dims.HV,
-            plan.config.parts,
-            chunk_table=False,
-        )
-        schedule = jit.compiled(varlen.config(8 * cu_seqlens.element_size()), KERNEL_ARCH)
-        schedule_args, words = varlen.launch_args, varlen.workspace_words
-    interval = plan.checkpoint_interval or CHUNK
-    launch = Launch(kernel, schedule, schedule_args, words, interval, plan.units, plan.blocks)
+        schedule = jit.compiled(shape.config(8 * cu_seqlens.element_size()), KERNEL_ARCH)
+        schedule_args, words = shape.launch_args, shape.workspace_words
+    launch = Launch(
+        kernel=jit.compiled(chosen.config, KERNEL_ARCH),
+        first_pass=first_pass,
+        segment_states=(shape.max_segments, plan.dims.HV, plan.dims.V, plan.dims.K),
+        segment_chunks=shape.device_segment_chunks,
+        schedule=schedule,
+        schedule_args=schedule_args,
+        workspace_words=words,
+        interval=plan.checkpoint_interval or CHUNK,
+        units=shape.max_units,
+        blocks=chosen.blocks,
+    )
     return _on_device(launch, device) if torch.cuda.device_count() > 1 else launch
 
 

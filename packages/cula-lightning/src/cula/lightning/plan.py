@@ -10,7 +10,7 @@ from cula.common.layouts import require_state
 from cula.common.pool import require_checkpoints, require_pool
 from cula.lightning import fla_fallback
 from cula.lightning.call import Plan
-from cula.lightning.kernel_plan import kernel_config, no_kernel
+from cula.lightning.kernel_plan import kernel_plan, no_kernel
 from cula.lightning.reference import LightningForm
 
 
@@ -44,9 +44,9 @@ def plan_prefill(
         )
     missing = no_kernel(q, dims, {"state": state, "checkpoints": checkpoints})
     chosen, reason = _backend("lightning_prefill", backend, q.device, dims, sequences, missing)
-    config, blocks = None, 0
+    kernel = None
     if chosen == "cute":
-        config, blocks = kernel_config(
+        kernel = kernel_plan(
             q,
             dims,
             sequences,
@@ -69,8 +69,7 @@ def plan_prefill(
         checkpoint_interval,
         chosen,
         reason,
-        config,
-        blocks,
+        kernel,
     )
 
 
@@ -117,13 +116,13 @@ def plan_chunk(
     )
     missing = "gradients are needed" if differentiable else no_kernel(q, dims, {})
     chosen, reason = _backend("chunk_lightning_attn", backend, q.device, dims, sequences, missing)
-    config, blocks = None, 0
+    kernel = None
     if chosen == "cute":
 
         def v_first(x: torch.Tensor | None) -> torch.Tensor | None:
             return x if x is None or state_v_first else x.mT
 
-        config, blocks = kernel_config(
+        kernel = kernel_plan(
             q,
             dims,
             sequences,
@@ -143,8 +142,7 @@ def plan_chunk(
         None,
         chosen,
         reason,
-        config,
-        blocks,
+        kernel,
     )
 
 

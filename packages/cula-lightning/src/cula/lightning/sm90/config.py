@@ -29,6 +29,8 @@ class PrefillConfig:
     mask: has_initial_state is given.
     checkpoints: states kept along the way.
     varlen: the sequences are packed, and a schedule (cula.common.varlen) says where they lie.
+    segments: long sequences are cut along time. "first": the pass that finds the states after all
+        segments but a sequence's last, each from zero; "second": the pass that starts from them.
     """
 
     K: int
@@ -41,6 +43,7 @@ class PrefillConfig:
     mask: bool = False
     checkpoints: States | None = None
     varlen: bool = False
+    segments: str | None = None
 
     @property
     def parts(self) -> int:
@@ -48,6 +51,10 @@ class PrefillConfig:
         return self.V // (PART * self.warpgroups)
 
     def kernel(self):
+        if self.segments == "first":
+            from cula.lightning.sm90.segments import SegmentStates
+
+            return SegmentStates(self)
         from cula.lightning.sm90.prefill import LightningPrefill
 
         return LightningPrefill(self)

@@ -24,9 +24,10 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from cula.common.cute import math
 from cula.common.cute.smem import SmemAllocator
 from cula.common.varlen.device import ceil_div, load4, store4, take_ticket, where
-from cula.lightning.sm90.config import CHUNK, PART
+from cula.lightning.sm90.config import CHUNK, PART, States
 from cula.lightning.sm90.layouts import columns_layout, rows_layout
 from cula.lightning.sm90.states import DTYPES, HeadState, slot_of
 from cula.lightning.sm90.units import (
@@ -42,6 +43,7 @@ from cula.lightning.sm90.units import (
 from cula.lightning.sm90.warpgroup import TABLE, state_warpgroup
 
 IO = {"bf16": BFloat16, "fp16": Float16}
+SEGMENT_STATES = States("fp32", True)
 SHARED = 220 * 1024
 PRODUCER_REGISTERS = 24
 STATE_REGISTERS = 240
@@ -51,7 +53,7 @@ class LightningPrefill:
     """Host launch and device code; `config` (config.py) is everything known when compiling."""
 
     # The accumulators fill the register file: some configurations keep a few addresses in memory.
-    allowed_spill_bytes = 64
+    allowed_spill_bytes = 96
 
     def __init__(self, config):
         self.config = config
@@ -59,9 +61,12 @@ class LightningPrefill:
         self.groups = config.warpgroups
         self.threads = 128 * (1 + self.groups)
         self.columns = CHUNK // self.groups  # of the scores, a warpgroup
-        self.stage_bytes = 2 * CHUNK * (2 * config.K + PART * self.groups)
+        self.first_pass = config.segments == "first"
+        loaded = 1 if self.first_pass else 2  # of k and q
+        self.stage_bytes = 2 * CHUNK * (loaded * config.K + PART * self.groups)
         tiles = 2 * 2 * CHUNK * (CHUNK + PART * self.groups)
-        self.stages = min(4, (SHARED - tiles) // self.stage_bytes)
+        stage = 2 * CHUNK * (2 * config.K + PART * self.groups)
+        self.stages = min(4, (SHARED - tiles) // stage)
 
     # ------------------------------------------------------------------ host
     def fake_args(self) -> tuple:
@@ -102,6 +107,7 @@ class LightningPrefill:
             None if index is None else vector_of(DTYPES[index]),
             vector_of(cutlass.Uint8, c.mask),
             states(c.checkpoints),
+            states(SEGMENT_STATES if c.segments else None),
             vector_of(Int32, c.varlen, 16),
             tokens(HV, c.V),
             Float32(1.0),
@@ -124,6 +130,7 @@ class LightningPrefill:
         mIndex: cute.Tensor | None,  # (N)
         mMask: cute.Tensor | None,  # (N)
         mMarks: cute.Tensor | None,  # (rows, HV, V, K), states along the way
+        mLocal: cute.Tensor | None,  # (segments, HV, V, K), states of segments
         mWork: cute.Tensor | None,  # the schedule's workspace
         mO: cute.Tensor,  # (B, T, HV, V)
         scale: Float32,
@@ -175,7 +182,7 @@ class LightningPrefill:
         self.Shared = Shared
         self.kernel(
             aQ, tQ, aK, tK, aV, tV, aO, tO, lQ, lKt, lV, lP, lO,
-            mG, mInitial, mFinal, mIndex, mMask, mMarks, mWork, mO, mV.shape,
+            mG, mInitial, mFinal, mIndex, mMask, mMarks, mLocal, mWork, mO, mV.shape,
             scale, interval, segment_chunks, units,
             mQ.shape[2],
         ).launch(
@@ -208,6 +215,7 @@ class LightningPrefill:
         mIndex: cute.Tensor | None,
         mMask: cute.Tensor | None,
         mMarks: cute.Tensor | None,
+        mLocal: cute.Tensor | None,
         mWork: cute.Tensor | None,
         mO: cute.Tensor,
         shape: cute.Shape,  # of v
@@ -257,7 +265,9 @@ class LightningPrefill:
         else:
             if cutlass.const_expr(self.groups > 1):
                 cute.arch.setmaxregister_increase(STATE_REGISTERS)
-            states = StatesInMemory(mInitial, mFinal, mIndex, mMask, mMarks, interval)
+            states = StatesInMemory(
+                mInitial, mFinal, mIndex, mMask, mMarks, mLocal, interval, segment_chunks
+            )
             self.scan(aO, tO, shared, mG, states, mO, scale)
 
     # ------------------------------------------------------------------ loads
@@ -296,13 +306,17 @@ class LightningPrefill:
             sQ, gQ = chunk_copies(aQ, rows_from(tQ, u.b, u.first, key_head, c.K), shared.q)
             sK, gK = chunk_copies(aK, rows_from(tK, u.b, u.first, key_head, c.K), shared.k)
             sV, gV = chunk_copies(aV, columns_from(tV, u.b, u.first, u.head), shared.v)
-            for i in cutlass.range(ceil_div(u.tokens, CHUNK), unroll=1):
+            chunks = ceil_div(u.tokens, CHUNK)
+            if cutlass.const_expr(self.first_pass):  # nothing starts from the last one's state
+                chunks = where(u.segment + 1 < u.segments, chunks, 0)
+            for i in cutlass.range(chunks, unroll=1):
                 s = loaded % stages
                 full = shared.full + s
                 cute.arch.mbarrier_wait(shared.empty + s, loaded // stages % 2 ^ 1)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes)
-                cute.copy(aQ, gQ[(None, i)], sQ[(None, s)], tma_bar_ptr=full)
+                if cutlass.const_expr(not self.first_pass):
+                    cute.copy(aQ, gQ[(None, i)], sQ[(None, s)], tma_bar_ptr=full)
                 cute.copy(aK, gK[(None, i)], sK[(None, s)], tma_bar_ptr=full)
                 for w in cutlass.range_constexpr(groups):
                     part = u.part * groups + w
@@ -313,12 +327,12 @@ class LightningPrefill:
             if cutlass.const_expr(mWork is not None):
                 ticket = Int32(0)
                 if cute.arch.lane_idx() == 0:
-                    ticket = take_ticket(mWork.iterator, 0)
+                    ticket = take_ticket(mWork.iterator, 1 if self.first_pass else 0)
                 unit = cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(ticket, 0)
         slot = told % RING
         cute.arch.mbarrier_wait(shared.unit_empty + slot, told // RING % 2 ^ 1)
         with cute.arch.elect_one():
-            publish(shared.units, slot, Unit(END, 0, 0, 0, 0, 0, 0, 0))
+            publish(shared.units, slot, Unit(END))
             cute.arch.mbarrier_arrive(shared.unit_full + slot)
 
     # ------------------------------------------------------------------ computes
@@ -350,7 +364,7 @@ class LightningPrefill:
             told += 1
 
             value = (u.part * groups + wg) * PART  # the warpgroup's first value channel
-            self.load_state(states, u, value, thread, g.S)
+            self.load_state(states, mG, u, value, thread, g.S)
             chunks = ceil_div(u.tokens, CHUNK)
             if chunks > 0:
                 tail = u.tokens - (chunks - 1) * CHUNK
@@ -514,8 +528,19 @@ class LightningPrefill:
 
     # ------------------------------------------------------------------ states
     @cute.jit
-    def load_state(self, states, u, value: Int32, thread: Int32, S: cute.Tensor):
+    def load_state(self, states, mG: cute.Tensor, u, value: Int32, thread: Int32, S: cute.Tensor):
+        """The state that a unit starts from."""
         S.fill(0.0)
+        if cutlass.const_expr(self.config.segments == "second"):
+            if u.segments > 1:
+                self.join_segments(states, mG, u, value, thread, S)
+            else:
+                self.load_initial(states, u, value, thread, S)
+        else:
+            self.load_initial(states, u, value, thread, S)
+
+    @cute.jit
+    def load_initial(self, states, u, value: Int32, thread: Int32, S: cute.Tensor):
         if cutlass.const_expr(self.config.initial is not None):
             slot = slot_of(states.index, u.n, states.initial.shape[0])
             if cutlass.const_expr(states.mask is not None):
@@ -525,17 +550,39 @@ class LightningPrefill:
                 self.in_memory(states.initial, self.config.initial, slot, u, value, thread).load(S)
 
     @cute.jit
+    def join_segments(
+        self, states, mG: cute.Tensor, u, value: Int32, thread: Int32, S: cute.Tensor
+    ):
+        """S after the segments before this one; the first pass left what each of them adds.
+
+        It put the sequence's initial state where the last segment's would be, and began the
+        first segment with it: the pool may hold the final state already.
+        """
+        if u.segment == 0:
+            if cutlass.const_expr(self.config.initial is not None):
+                place = u.place + u.segments - 1
+                self.in_memory(states.local, SEGMENT_STATES, place, u, value, thread).load(S)
+        else:
+            decay = math.decay(Float32(mG[u.head]) * Float32(states.segment_chunks * CHUNK))
+            added = cute.make_rmem_tensor_like(S)
+            for i in cutlass.range(u.segment, unroll=1):
+                place = u.place + i
+                self.in_memory(states.local, SEGMENT_STATES, place, u, value, thread).load(added)
+                S.store(S.load() * decay + added.load())
+
+    @cute.jit
     def store_state(self, states, u, value: Int32, thread: Int32, S: cute.Tensor):
+        """The final state, by the unit with the sequence's last tokens."""
         if cutlass.const_expr(self.config.final is not None):
             slot = slot_of(states.index, u.n, states.final.shape[0])
-            if slot >= 0:
+            if (slot >= 0) & (u.segment + 1 == u.segments):
                 self.in_memory(states.final, self.config.final, slot, u, value, thread).store(S)
 
     @cute.jit
     def keep_state(self, states, u, chunks: Int32, value: Int32, thread: Int32, S: cute.Tensor):
         """A checkpoint, if one is due after so many whole chunks of the unit."""
         if cutlass.const_expr(self.config.checkpoints is not None):
-            done = (u.before + chunks) * CHUNK
+            done = (u.segment * states.segment_chunks + chunks) * CHUNK
             if done % states.interval == 0:
                 row = Int64(u.start // states.interval + done // states.interval - 1)
                 self.in_memory(states.marks, self.config.checkpoints, row, u, value, thread).store(
@@ -574,7 +621,9 @@ class StatesInMemory:
     index: cute.Tensor | None
     mask: cute.Tensor | None
     marks: cute.Tensor | None
+    local: cute.Tensor | None
     interval: Int32
+    segment_chunks: Int32
 
 
 def rows_from(tensor, b, first, head, channels: int):

@@ -7,7 +7,7 @@ from cutlass import Int32
 
 from cula.common.varlen.device import fixed_segment, load4, read_segment, unit_coords
 
-WORDS = 8
+WORDS = 12
 RING = 2  # units that the load warp may be ahead
 END = -1  # sequence of the message that ends a block's work
 
@@ -16,17 +16,21 @@ class Unit(NamedTuple):
     """What one block works on: the tokens of a segment, for a head's part.
 
     b, first: where its tokens start: row of the batch, token. tokens: how many.
-    start: the sequence's first token in the flattened batch. before: its chunks before `first`.
+    start: the sequence's first token in the flattened batch.
+    segment, segments: which of the sequence's segments, of how many.
+    place: where the states of the sequence's segments lie, in order.
     """
 
     n: Int32
-    head: Int32
-    part: Int32
-    b: Int32
-    first: Int32
-    tokens: Int32
-    start: Int32
-    before: Int32
+    head: Int32 = 0
+    part: Int32 = 0
+    b: Int32 = 0
+    first: Int32 = 0
+    tokens: Int32 = 0
+    start: Int32 = 0
+    segment: Int32 = 0
+    segments: Int32 = 0
+    place: Int32 = 0
 
 
 def unit_at(unit, work, heads, parts: int, batch, length, chunk: int, segment_chunks) -> Unit:
@@ -48,7 +52,9 @@ def unit_at(unit, work, heads, parts: int, batch, length, chunk: int, segment_ch
         first,
         row.end - row.begin,
         row.start,
-        row.segment * segment_chunks,
+        row.segment,
+        row.segments,
+        row.first,
     )
 
 
@@ -62,10 +68,14 @@ def store_shared4(pointer, words) -> None:
 
 def publish(ring, slot, unit) -> None:
     """Writes a unit into a slot of the ring, by one thread."""
-    for half in range(2):
-        store_shared4(ring + (slot * WORDS + 4 * half), unit[4 * half : 4 * half + 4])
+    words = [*unit, *[0] * (WORDS - len(unit))]
+    for i in range(0, WORDS, 4):
+        store_shared4(ring + (slot * WORDS + i), words[i : i + 4])
 
 
 def receive(ring, slot) -> Unit:
-    words = [load4(ring + (slot * WORDS + 4 * half), shared=True) for half in range(2)]
-    return Unit(*words[0], *words[1])
+    """Reads what `publish` wrote."""
+    words = []
+    for i in range(0, WORDS, 4):
+        words += load4(ring + (slot * WORDS + i), shared=True)
+    return Unit(*words[: len(Unit._fields)])

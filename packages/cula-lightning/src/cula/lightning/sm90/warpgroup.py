@@ -114,6 +114,10 @@ class StateWarpgroup:
     def round_state(self, tokens):
         """The 16-bit copy of S that the outputs read; S itself decays by so many tokens."""
         self.s_operand[1].store(self.S.load().to(self.dtype))
+        self.decay_state(tokens)
+
+    def decay_state(self, tokens):
+        """S decays by so many tokens."""
         power = self.table(0)[tokens + ONE]
         for x in range(cute.size(self.S)):
             self.S[x] = self.S[x] * power
