@@ -1,0 +1,162 @@
+"""``python -m bench lightning``: Lightning Attention prefill, against FLA and the memory.
+
+Modes (the first word of a case):
+
+* kernel: GPU time over the same buffers, by CUDA-graph replay.
+* wrapper: whole calls with a preallocated output, back to back: time by events, host time to
+  enqueue. Packed sequences are always measured so, since FLA's packed call waits for the GPU.
+
+The floor counts q, k, v and o; states come on top where a case has them.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bench import cli, lightning_calls, tables, timing
+from bench.lightning_calls import LightningInputs
+from bench.lightning_cases import GROUPS, LightningCase, lightning_cases
+from bench.results import Measured, Row, with_floor
+from bench.runner import Family, Session
+
+COMMAND = "prefill: lightning_prefill"
+TITLE = "cuLA Lightning prefill: lightning_prefill (bf16 in and out, fp32 states)"
+
+
+def measure(case: LightningCase, session: Session) -> Row:
+    """Check one case against the float64 oracle, then time it.
+
+    Args:
+        case: the case.
+        session: the run's.
+
+    Returns:
+        Its row.
+
+    Raises:
+        AccuracyError: ours is further off than allowed; nothing is timed then.
+    """
+    try:
+        inputs = lightning_calls.make_inputs(case, "cuda")
+        errors = _checked_errors(inputs, session)
+        ours = Measured(error=errors.pop("ours"), **_time(case, _ours(inputs), session))
+        others = {}
+        for name, error in errors.items():
+            with session.excused(name):
+                figures = _time(case, lightning_calls.fla_call(inputs), session)
+                others[name] = Measured(error=error, **figures)
+        row = Row(case.op, case.name, ours, baselines=others)
+        return with_floor(row, case.floor_bytes, session.copy_tbps)
+    finally:
+        inputs = None  # so that the next case finds the memory free
+        torch.cuda.empty_cache()
+
+
+def _ours(inputs: LightningInputs) -> Callable[[], object]:
+    out, state = torch.empty_like(inputs.v), lightning_calls.final_states(inputs)
+    return lightning_calls.our_call(inputs, out, state)
+
+
+def _checked_errors(inputs: LightningInputs, session: Session) -> dict[str, float]:
+    """Errors on o of ours and of the baseline if it runs, from the same inputs."""
+    state = lightning_calls.final_states(inputs)
+    out = torch.full_like(inputs.v, float("nan"))  # an element that is not written shows
+    # cute: a fallback would be timed as if it were ours
+    lightning_calls.our_call(inputs, out, state, backend="cute")()
+    results = {"ours": (out, state)}
+    if session.use_baselines:
+        with session.excused("fla"):
+            results["fla"] = lightning_calls.fla_call(inputs)()
+            torch.cuda.synchronize()
+    found = lightning_calls.errors(inputs, results)
+    lightning_calls.check_ours(found)
+    return {name: found[name][0] for name in results}
+
+
+def _time(case: LightningCase, call: Callable[[], object], session: Session) -> dict[str, float]:
+    if case.mode == "kernel":
+        sample = timing.graph_time([call])
+        session.spreads.append(sample.spread)
+        return {"ms": sample.median}
+    times = timing.call_times(call)
+    session.spreads.append(times.ms.spread)
+    return {"ms": times.ms.median, "host_us": times.host_us.median}
+
+
+def show(measured: Sequence[tuple[LightningCase, Row]]) -> str:
+    """The run's tables, a group each, and a summary of the packed cases.
+
+    Args:
+        measured: cases with their rows.
+
+    Returns:
+        Lines of text.
+    """
+    parts = []
+    for group, title in GROUPS.items():
+        pairs = [(case, row) for case, row in measured if case.group == group]
+        if not pairs:
+            continue
+        text = (
+            _packed_matrices(pairs)
+            if group == "varlen"
+            else tables.row_tables([row for _, row in pairs])
+        )
+        parts.append(f"{title}\n{text}")
+    return "\n\n".join(parts) if parts else "Nothing was measured."
+
+
+def _packed_matrices(pairs: Sequence[tuple[LightningCase, Row]]) -> str:
+    """Ratio to FLA and share of the copy rate over N and T, a table a layout, and the extremes."""
+    texts = []
+    for layout in dict.fromkeys(case.layout for case, _ in pairs):
+        cells = {
+            (f"N={case.B}", f"T={case.T}"): _cell(row)
+            for case, row in pairs
+            if case.layout == layout
+        }
+        texts.append(tables.matrix(f"{layout}: vs FLA, of copy", cells))
+    ratios = [ratio for _, row in pairs if (ratio := row.ratio("fla")) is not None]
+    if ratios:
+        texts.append(
+            f"vs FLA over {len(ratios)} cases: mean {tables.ratio(statistics.mean(ratios))}, "
+            f"least {tables.ratio(min(ratios))}"
+        )
+    return "\n\n".join(texts)
+
+
+def _cell(row: Row) -> str:
+    return f"{tables.ratio(row.ratio('fla'))} {tables.percent(row.share()):>4}"
+
+
+def family(heads: int = 64, head_dim: int = 128) -> Family[LightningCase]:
+    """The family for the runner.
+
+    Args:
+        heads: H of the published shapes.
+        head_dim: D of the published shapes.
+
+    Returns:
+        The family.
+    """
+    return Family(
+        "lightning", TITLE, lambda: lightning_cases(heads, head_dim), measure, show, GROUPS
+    )
+
+
+def main(argv: list[str]) -> int:
+    """The command.
+
+    Args:
+        argv: its options.
+
+    Returns:
+        The exit code.
+    """
+    return cli.main(family(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
