@@ -13,7 +13,17 @@ FAMILIES = PACKAGES[1:]
 
 # Layers of a family, top first. A module imports from its own layer or from those below; what is
 # not named here (kernels, reference) is the lowest.
-LAYERS = {"": 0, "upstream": 1, "op": 2, "fused_recurrent": 2, "run": 3, "cases": 3, "plan": 4}
+LAYERS = {
+    "": 0,
+    "fla": 1,
+    "upstream": 1,
+    "op": 2,
+    "fused_recurrent": 2,
+    "recurrent": 2,
+    "run": 3,
+    "cases": 3,
+    "plan": 4,
+}
 LOWEST = 5
 
 

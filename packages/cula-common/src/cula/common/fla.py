@@ -61,6 +61,11 @@ def inside_fla() -> bool:
     return bool(_running.get())
 
 
+def has_dispatch(function: Callable[..., Any]) -> bool:
+    """Tell whether FLA asks other packages' backends before it runs this function of its own."""
+    return any(_home(layer) in _DISPATCHERS for layer in _layers(function))
+
+
 @functools.cache
 def fla_function(path: str) -> Callable[..., Any]:
     """Return FLA's own implementation of a function, past the dispatch in front of it.

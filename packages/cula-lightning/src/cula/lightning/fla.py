@@ -1,6 +1,6 @@
 """``cula.lightning.fla.patch_fla()``: flash-linear-attention's chunked Lightning Attention by us.
 
-FLA's `chunk_lightning_attn` is its `chunk_simple_gla` with a fixed decay per head (``g_gamma``), and
+FLA's `chunk_lightning_attn` is its `chunk_simple_gla` with a decay per head (``g_gamma``), and
 no version of FLA has a hook for either. So importing this module changes nothing; `patch_fla`
 replaces `chunk_simple_gla` in FLA's modules, and `unpatch_fla` puts it back. While it is in place,
 every call with ``g_gamma`` that our plan has a kernel for is ours (retention layers have such a

@@ -1,0 +1,258 @@
+"""``import cula.decode.fla``: flash-linear-attention's models decode by `cula.decode`'s kernels.
+
+FLA 0.6 asks us, call by call, for the function under its `fused_recurrent_kda`, and for
+`fused_recurrent_simple_gla` where the decay is fixed per head (``g_gamma``: recurrent Lightning
+Attention, retention). What our plan has no kernel for stays FLA's, with the reason logged
+(``logging.getLogger("cula")``, level INFO). FLA 0.4.2 and 0.5 have no hooks there: only `patch_fla`
+takes the functions over.
+"""
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from cula.common.checks import needs_grad, require
+from cula.common.fla_backend import Adapter, Patch, Takeover, device_kind, dtype_of
+from cula.common.layouts import state_shape, to_v_first
+from cula.common.reference import KdaInputs, LightningInputs
+from cula.decode.call import Plan, States
+from cula.decode.op import kda_decode
+from cula.decode.plan import plan_kda, plan_lightning
+from cula.decode.recurrent import recurrent_kda, recurrent_lightning
+
+__all__ = ["patch_fla", "report", "unpatch_fla"]
+
+KDA = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
+LIGHTNING = ("q", "k", "v", "g_gamma")
+FORM = (
+    "use_gate_in_kernel",
+    "use_qk_l2norm_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
+)
+
+
+def _kda_key(call: Mapping[str, Any]) -> Hashable:
+    get = call.get
+    q, beta = call["q"], call["beta"]
+    state, indices = get("initial_state"), get("ssm_state_indices")
+    return (
+        q.shape,
+        call["v"].shape,
+        beta.dim(),
+        q.dtype,
+        call["g"].dtype,
+        beta.dtype,
+        device_kind(call, (*KDA, "initial_state")),
+        None if state is None else (state.dtype, state.stride()),
+        dtype_of(get("A_log")),
+        dtype_of(get("dt_bias")),
+        dtype_of(get("cu_seqlens")),
+        None if indices is None else indices.shape,
+        get("num_accepted_tokens") is None,
+        get("out") is None,
+        get("inplace_final_state"),
+        get("use_gate_in_kernel"),
+        get("use_qk_l2norm_in_kernel"),
+        get("use_beta_sigmoid_in_kernel"),
+        get("allow_neg_eigval"),
+        get("lower_bound"),
+        get("state_v_first"),
+        get("transpose_state_layout"),
+    )
+
+
+def _v_first(call: Mapping[str, Any]) -> bool:
+    return bool(call.get("state_v_first") or call.get("transpose_state_layout"))
+
+
+def _pool(call: Mapping[str, Any]) -> torch.Tensor | None:
+    """The call's states, V-first by shape."""
+    state = call.get("initial_state")
+    return state if state is None or _v_first(call) else to_v_first(state)
+
+
+def _new_states(call: Mapping[str, Any]) -> torch.Tensor | None:
+    """Where the final states go, in FLA's layout."""
+    if not call.get("output_final_state"):
+        return None
+    q, v, cu_seqlens = call["q"], call["v"], call.get("cu_seqlens")
+    N = q.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
+    shape = state_shape(N, v.shape[2], q.shape[3], v.shape[3], _v_first(call))
+    return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+def _separate(call: Mapping[str, Any], final: torch.Tensor | None) -> States:
+    initial = _pool(call)
+    if final is not None and not _v_first(call):
+        final = to_v_first(final)
+    initial = None if initial is None else initial.float()  # as final, which kernels have in common
+    return States(initial, False, final, cu_seqlens=call.get("cu_seqlens"))
+
+
+def _new_output(call: Mapping[str, Any]) -> torch.Tensor:
+    """Zeros where there may be tokens of no sequence, as FLA's function returns them."""
+    v = call["v"]
+    make = torch.empty if call.get("cu_seqlens") is None else torch.zeros
+    return make(v.shape, dtype=v.dtype, device=v.device)
+
+
+def _kda_inputs(call: Mapping[str, Any]) -> KdaInputs:
+    inputs = KdaInputs(*(call.get(name) for name in KDA))
+    return inputs if call.get("use_gate_in_kernel") else inputs._replace(A_log=None, dt_bias=None)
+
+
+def _form(call: Mapping[str, Any]) -> dict[str, Any]:
+    flags = {name: bool(call.get(name)) for name in FORM}
+    return flags | {"lower_bound": call.get("lower_bound"), "scale": call.get("scale")}
+
+
+def _plan_kda(call: Mapping[str, Any], backend: str) -> Plan:
+    _no_gradients(call, KDA)
+    indices, state = call.get("ssm_state_indices"), call.get("initial_state")
+    if not call.get("inplace_final_state", True):
+        for name in ("ssm_state_indices", "num_accepted_tokens", "out"):
+            require(call.get(name) is None, name, "given", "cuLA has it with in-place states only")
+        if state is not None:
+            N = call["q"].shape[0]
+            if call.get("cu_seqlens") is not None:
+                N = call["cu_seqlens"].numel() - 1
+            require(state.shape[0] == N, "initial_state", tuple(state.shape), f"must be {N} states")
+        name, states = "fused_recurrent_kda", _separate(call, _new_states(call))
+    else:
+        require(state is not None, "initial_state", None, "must be given to be updated in place")
+        if indices is not None and indices.dim() == 1:
+            # FLA reads the index of token i of sequence n at [n + i].
+            tokens = call["q"].shape[0] * call["q"].shape[1]
+            require(
+                tokens == indices.numel(),
+                "ssm_state_indices",
+                f"{indices.numel()} for {tokens} tokens",
+                "cuLA takes one for each token, or [N, tokens]",
+            )
+        name = "kda_decode"
+        states = States(
+            _pool(call),
+            True,
+            None,
+            indices,
+            call.get("num_accepted_tokens"),
+            call.get("cu_seqlens"),
+        )
+    out = call["v"] if call.get("out") is None else call["out"]  # v: for its shape
+    return plan_kda(name, _kda_inputs(call), states, out, **_form(call), backend=backend)
+
+
+def _no_gradients(call: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    tensors = (*(call.get(name) for name in names), call.get("initial_state"))
+    require(not needs_grad(*tensors), "gradients", "needed", "cuLA's decoding has none")
+
+
+def _run_kda(call: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    inputs, out = _kda_inputs(call), call.get("out")
+    if out is None:
+        out = _new_output(call)
+    if not call.get("inplace_final_state", True):
+        final = _new_states(call)
+        recurrent_kda(inputs, _separate(call, final), out, **_form(call))
+        return out, final
+    kda_decode(
+        *inputs[:5],
+        _pool(call),
+        state_indices=call.get("ssm_state_indices"),
+        cu_seqlens=call.get("cu_seqlens"),
+        num_accepted_tokens=call.get("num_accepted_tokens"),
+        A_log=inputs.A_log,
+        dt_bias=inputs.dt_bias,
+        **_form(call),
+        out=out,
+    )
+    return out, call["initial_state"]
+
+
+def _lightning_key(call: Mapping[str, Any]) -> Hashable:
+    get = call.get
+    q, state = call["q"], get("initial_state")
+    return (
+        q.shape,
+        call["v"].shape,
+        q.dtype,
+        device_kind(call, (*LIGHTNING, "initial_state")),
+        None if state is None else (state.dtype, state.stride()),
+        dtype_of(get("g_gamma")),
+        dtype_of(get("cu_seqlens")),
+        get("g") is None,
+        get("reverse"),
+        get("output_final_state"),
+        get("state_v_first"),
+        get("transpose_state_layout"),
+    )
+
+
+def _plan_lightning(call: Mapping[str, Any], backend: str) -> Plan:
+    require(call.get("g") is None, "g", "given", "cuLA has a fixed decay per head only")
+    require(call.get("g_gamma") is not None, "g_gamma", None, "cuLA needs a decay per head")
+    require(not call.get("reverse"), "reverse", True, "cuLA runs forwards only")
+    _no_gradients(call, LIGHTNING)
+    inputs = LightningInputs(*(call[name] for name in LIGHTNING))
+    return plan_lightning(
+        "fused_recurrent_simple_gla",
+        inputs,
+        _separate(call, _new_states(call)),
+        call["v"],
+        scale=call.get("scale"),
+        backend=backend,
+    )
+
+
+def _run_lightning(call: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    out, final = _new_output(call), _new_states(call)
+    inputs = LightningInputs(*(call[name] for name in LIGHTNING))
+    recurrent_lightning(inputs, _separate(call, final), out, scale=call.get("scale"))
+    return out, final
+
+
+_takeover = Takeover(
+    "cula.decode",
+    [
+        Adapter(
+            "fla.ops.kda.fused_recurrent.fused_recurrent_kda_fwd",
+            "kda",
+            _kda_key,
+            _plan_kda,
+            _run_kda,
+        ),
+        Adapter(
+            "fla.ops.simple_gla.fused_recurrent_simple_gla",
+            "simple_gla",
+            _lightning_key,
+            _plan_lightning,
+            _run_lightning,
+        ),
+    ],
+)
+_takeover.register()
+_takeover.warn()
+
+
+def patch_fla() -> Patch:
+    """Replace FLA's functions where the installed version has no hook for them (0.4.2, 0.5).
+
+    Modules outside of FLA that have imported them by name already keep FLA's. Does nothing where
+    there is a hook.
+
+    Returns:
+        The patch, in place already: ``with patch_fla(): ...`` takes it back at the end.
+    """
+    return Patch(_takeover)
+
+
+def unpatch_fla() -> None:
+    """Put FLA's functions back where `patch_fla` replaced them."""
+    _takeover.undo()
+
+
+def report() -> dict[str, str]:
+    """Say for each of FLA's functions how it is taken over: "hook", "patch" or "no"."""
+    return _takeover.report()
