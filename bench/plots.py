@@ -1,4 +1,4 @@
-"""The plots: what they show, as data, and how matplotlib draws it. Same data, same bytes.
+"""What the plots show, as data; ``drawing.py`` draws it.
 
 A figure is data first, so that what a committed SVG shows can be compared with the committed runs
 where matplotlib is not installed: the file carries a digest of it.
@@ -7,7 +7,7 @@ where matplotlib is not installed: the file carries a digest of it.
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,11 +15,8 @@ from bench.published import Published, PublishedTable
 from bench.runs import Run
 
 # Shown in one style each, in every plot.
-_LINES = {"ours": "cuLA", "floor": "floor: its bytes at the copy rate"}
-_THEMES = {
-    "light": {"text": "#1f2328", "grid": "#d1d9e0", "ours": "#0969da", "others": "#bc4c00"},
-    "dark": {"text": "#e6edf3", "grid": "#3d444d", "ours": "#58a6ff", "others": "#f0883e"},
-}
+_LINES = {"ours": "cuLA", "floor": "floor (bytes)"}
+THEMES = ("light", "dark")
 _DIGEST = "data sha256 "
 
 
@@ -121,12 +118,16 @@ def _points(shares: Mapping[int, float | None]) -> tuple[tuple[float, float], ..
 
 
 def _time_over_length(run: Run, table: PublishedTable) -> Figure:
-    """Time over T, a panel for each B: ours, the baselines, the floor."""
-    panels = []
+    """Time over T, a panel for each B: ours, the baselines, the floor. GPU time where there is."""
+    panels, rows = [], {}
+    for line in table.rows:
+        gpu_time = run.row(table.op, line.case.replace("wrapper ", "kernel ", 1))
+        rows[line.case] = gpu_time or run.row(table.op, line.case)
+    whole = any(row is not None and row.case.startswith("wrapper ") for row in rows.values())
     for B in dict.fromkeys(line.keys["B"] for line in table.rows):
         times: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for line in table.rows:
-            row = run.row(table.op, line.case)
+            row = rows[line.case]
             if line.keys["B"] != B or row is None:
                 continue
             figures = {
@@ -143,7 +144,8 @@ def _time_over_length(run: Run, table: PublishedTable) -> Figure:
                     times.setdefault(key, []).append((line.keys["T"], ms))
         lines = tuple(Line(*key, tuple(sorted(points))) for key, points in times.items())
         if lines:
-            panels.append(Panel(f"B = {B}", "tokens a sequence, T", "ms", lines, log_y=True))
+            y = "whole call, ms" if whole else "GPU time, ms"
+            panels.append(Panel(f"B = {B}", "tokens a sequence, T", y, lines, log_y=True))
     return Figure(f"{table.name}-time", f"{table.title}: time over the length", tuple(panels))
 
 
@@ -157,99 +159,5 @@ def stale(figure: Figure, folder: Path) -> list[Path]:
     Returns:
         Files that are missing or carry another digest.
     """
-    paths = [folder / f"{figure.name}-{theme}.svg" for theme in _THEMES]
+    paths = [folder / f"{figure.name}-{theme}.svg" for theme in THEMES]
     return [p for p in paths if not p.exists() or figure.digest() not in p.read_text()]
-
-
-def draw(figure: Figure) -> dict[str, bytes]:
-    """Draw a figure.
-
-    Args:
-        figure: what.
-
-    Returns:
-        The contents of its files, by file name.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
-    return {f"{figure.name}-{theme}.svg": _svg(figure, theme) for theme in _THEMES}
-
-
-def _svg(figure: Figure, theme: str) -> bytes:
-    import io
-
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-
-    # a run's ids would differ from the next run's without a salt
-    style = {"svg.hashsalt": figure.name, "svg.fonttype": "none", **_style(_THEMES[theme])}
-    # the defaults first: a user's own matplotlibrc must not change a byte
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **style}):
-        out = io.BytesIO()
-        metadata = {"Date": None, "Creator": None, "Title": figure.title, "Source": figure.digest()}
-        canvas = FigureCanvasSVG(_canvas(figure, _THEMES[theme]))
-        canvas.print_svg(out, metadata=metadata)
-    lines = out.getvalue().decode().splitlines()
-    return ("\n".join(line.rstrip() for line in lines) + "\n").encode()
-
-
-def _style(colours: Mapping[str, str]) -> dict[str, object]:
-    """What differs from matplotlib's defaults."""
-    return {
-        "font.size": 10,
-        "axes.titlesize": 11,
-        "axes.edgecolor": colours["grid"],
-        "axes.labelcolor": colours["text"],
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.facecolor": "none",
-        "figure.facecolor": "none",
-        "savefig.facecolor": "none",
-        "grid.color": colours["grid"],
-        "grid.linewidth": 0.6,
-        "text.color": colours["text"],
-        "xtick.color": colours["text"],
-        "ytick.color": colours["text"],
-    }
-
-
-def _canvas(figure: Figure, colours: Mapping[str, str]):
-    from matplotlib.figure import Figure as Canvas
-
-    canvas = Canvas(figsize=(4.2 * len(figure.panels), 3.2), layout="constrained")
-    axes = canvas.subplots(1, len(figure.panels), squeeze=False, sharey=True)[0]
-    for ax, panel in zip(axes, figure.panels, strict=True):
-        _panel(ax, panel, colours)
-    axes[0].set_ylabel(figure.panels[0].y)
-    return canvas
-
-
-def _panel(ax, panel: Panel, colours: Mapping[str, str]) -> None:
-    for line, dash in zip(panel.lines, _dashes(panel.lines), strict=True):
-        xs, ys = zip(*line.points, strict=True)
-        colour = {"ours": colours["ours"], "floor": colours["text"]}.get(line.role)
-        marker = None if line.role == "floor" else "o"
-        style = {"linestyle": dash, "marker": marker, "markersize": 4, "linewidth": 1.6}
-        ax.plot(xs, ys, color=colour or colours["others"], label=line.label, **style)
-    ax.set_xscale("log", base=2)
-    ticks = sorted({x for line in panel.lines for x, _ in line.points})
-    ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
-    ax.minorticks_off()
-    if panel.log_y:
-        ax.set_yscale("log")
-    else:
-        ax.set_ylim(0, 105)
-        ax.axhline(100, color=colours["text"], linestyle=":", linewidth=1)
-    ax.grid(axis="y")
-    ax.set_axisbelow(True)
-    ax.set_title(panel.title)
-    ax.set_xlabel(panel.x)
-    ax.legend(frameon=False, loc="upper left" if panel.log_y else "lower right")
-
-
-def _dashes(lines: Sequence[Line]) -> list[str]:
-    """Solid for ours, dotted for the floor; baselines differ from each other by their dashes."""
-    kinds = iter(["--", "-.", (0, (1, 1)), (0, (5, 1))])
-    fixed = {"ours": "-", "floor": ":"}
-    return [fixed[line.role] if line.role in fixed else next(kinds) for line in lines]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench import page, plots, published, readme, results, runs
+from bench import drawing, page, plots, published, readme, results, runs
 from bench.checkout import ROOT
 from bench.runs import Run
 
@@ -88,7 +88,7 @@ def drawn(found: Mapping[str, Run]) -> dict[Path, bytes]:
     return {
         ROOT / PLOTS / name: content
         for figure in plots.figures(found, published.load())
-        for name, content in plots.draw(figure).items()
+        for name, content in drawing.draw(figure).items()
     }
 
 

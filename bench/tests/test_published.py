@@ -1,5 +1,8 @@
 """The published figures: copied right, and findable among ours."""
 
+import importlib
+import importlib.util
+
 import pytest
 
 from bench import published, results, runs
@@ -55,9 +58,9 @@ def test_the_summary_of_lightning_covers_all_three_kinds_of_lengths():
     table = TABLES["lightning-varlen"]
     assert table.summary.count == 126
     for lengths in ("uniform", "skewed", "random"):
-        assert table.covers(table.op, f"varlen {lengths} N=5 T=1020 H=64 D=128")
-    assert not table.covers(table.op, "fixed B=1 T=1024 H=64 D=128")
-    assert not table.covers("kda_prefill", "varlen random N=5 T=1020 H=64 D=128")
+        assert table.covers(table.op, f"wrapper {lengths} N=5 T=1024 H=64 D=128")
+    assert not table.covers(table.op, "wrapper B=1 T=1024 H=64 D=128")
+    assert not table.covers("kda_prefill", "wrapper random N=5 T=1024 H=64 D=128")
     assert all(table.covers(table.op, row.case) for row in table.rows)
 
 
@@ -67,6 +70,19 @@ def test_a_peer_has_times_of_published_cases():
             row.case for table in PUBLISHED.tables if table.op == peer.op for row in table.rows
         }
         assert peer.ms and set(peer.ms) <= known
+
+
+@pytest.mark.parametrize("name", sorted({table.family for table in PUBLISHED.tables}))
+def test_every_published_case_is_one_that_we_measure(name):
+    if importlib.util.find_spec(f"bench.{name}") is None:
+        pytest.skip(f"there is no bench {name} yet")
+    ours = {
+        (case.op, case.name) for case in importlib.import_module(f"bench.{name}").family().cases()
+    }
+    tables = [table for table in PUBLISHED.tables if table.family == name]
+    assert not {(t.op, row.case) for t in tables for row in t.rows} - ours
+    for table in tables:
+        assert sum(table.covers(*case) for case in ours) == table.summary.count
 
 
 @pytest.mark.parametrize(("gpu", "family"), COMMITTED)
