@@ -9,7 +9,7 @@ decides how long a call takes, it is the worst spread of the noisier run, but wi
 """
 
 import argparse
-import math
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -209,7 +209,8 @@ def main(argv: list[str]) -> int:
 
 
 def _conclude(judged: Sequence[Change], missing: Sequence[Row], margins: Margins) -> None:
-    mean = math.exp(sum(math.log(change.factor) for change in judged) / len(judged))
+    factors = [factor for change in judged if (factor := change.factor) is not None]
+    mean = statistics.geometric_mean(factors)
     print(
         f"{len(judged)} cases compared, {mean - 1:+.1%} in the geometric mean; less than "
         f"{margins.gpu:.1%} is noise, {margins.host:.1%} where the host decides."

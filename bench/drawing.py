@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from bench.plots import THEMES, Figure, Line, Panel
 
@@ -30,10 +31,11 @@ def _svg(figure: Figure, theme: str) -> bytes:
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
-    # a run's ids would differ from the next run's without a salt
-    style = {"svg.hashsalt": figure.name, "svg.fonttype": "none", **_style(_COLOURS[theme])}
-    # the defaults first: a user's own matplotlibrc must not change a byte
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **style}):
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # a user's own settings must not change a byte
+        matplotlib.rcParams.update(_style(_COLOURS[theme]))
+        # the ids in the file would differ from run to run without a salt
+        matplotlib.rcParams.update({"svg.hashsalt": figure.name, "svg.fonttype": "none"})
         out = io.BytesIO()
         metadata = {"Date": None, "Creator": None, "Title": figure.title, "Source": figure.digest()}
         canvas = FigureCanvasSVG(_canvas(figure, _COLOURS[theme]))
@@ -42,7 +44,7 @@ def _svg(figure: Figure, theme: str) -> bytes:
     return ("\n".join(line.rstrip() for line in lines) + "\n").encode()
 
 
-def _style(colours: Mapping[str, str]) -> dict[str, object]:
+def _style(colours: Mapping[str, str]) -> dict[Any, Any]:
     """What differs from matplotlib's defaults."""
     return {
         "font.size": 10,
@@ -101,7 +103,7 @@ def _panel(ax, panel: Panel, colours: Mapping[str, str]) -> None:
     ax.legend(frameon=False, loc="lower right")
 
 
-def _dashes(lines: Sequence[Line]) -> list[str]:
+def _dashes(lines: Sequence[Line]) -> list[Any]:
     """Solid for ours, dotted for the floor; baselines differ from each other by their dashes."""
     kinds = iter(["--", "-.", (0, (1, 1)), (0, (5, 1))])
     fixed = {"ours": "-", "floor": ":"}

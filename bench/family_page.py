@@ -79,15 +79,13 @@ def other_sets(run: Run, published: Published) -> list[tuple[str, list[Row]]]:
     return sets
 
 
-def spans(summary: Summary | None, show: Callable[[float], str] = tables.ratio) -> str:
-    """A summary as "1.32x (1.17x to 1.41x)", or "-".
+def spans(summary: Summary, show: Callable[[float], str] = tables.ratio) -> str:
+    """A summary as "1.32x (1.17x to 1.41x)".
 
     Args:
         summary: the summary.
         show: how one of its values is shown.
     """
-    if summary is None:
-        return "-"
     least, greatest = show(summary.least), show(summary.greatest)
     return f"{show(summary.mean)} ({least} to {greatest})"
 
@@ -101,11 +99,15 @@ def ratios_and_shares(run: Run, rows: Sequence[Row], baseline: str) -> tuple[str
         baseline: what the ratios are to.
 
     Returns:
-        The ratios and the shares of the floor, each as ``spans`` shows them.
+        The ratios and the shares of the floor, each as ``spans`` shows them; "-" where there are
+        none.
     """
-    ratios = Summary.of([x for row in rows if (x := run.ratio(row, baseline)) is not None])
-    shares = Summary.of([x for row in rows if (x := row.share()) is not None])
-    return spans(ratios), spans(shares, tables.percent)
+    ratios = [x for row in rows if (x := run.ratio(row, baseline)) is not None]
+    shares = [x for row in rows if (x := row.share()) is not None]
+    return (
+        spans(Summary.of(ratios)) if ratios else "-",
+        spans(Summary.of(shares), tables.percent) if shares else "-",
+    )
 
 
 def _slower(run: Run) -> str:
@@ -128,6 +130,12 @@ def _published_table(run: Run, table: PublishedTable, peers: Sequence[Peer]) -> 
     figures = _columns(run, rows)
     # before the floor: beside our ratios, where there are any
     place = next((i for i, (name, _) in enumerate(figures) if name == "floor ms"), len(figures))
+    for variant in run.variants:
+        others = [variant.row(table.op, line.case) for line in table.rows]
+        name = baseline_of(table, [row for row in others if row is not None])
+        cells = [tables.ratio(variant.ratio(row, name) if row else None) for row in others]
+        figures.insert(place, (f"ratio to {variant.label(name)}, another run", cells))
+        place += 1
     figures.insert(place, ("published", [tables.ratio(line.speedup) for line in table.rows]))
     notes = [table.note] if table.note else []
     for peer in peers:
@@ -136,17 +144,20 @@ def _published_table(run: Run, table: PublishedTable, peers: Sequence[Peer]) -> 
             column = (f"{peer.name} ms", [tables.milliseconds(x) for x in times])
             figures.insert(place + 1, column)
             notes.append(f"{peer.name}: {peer.how}.")
-    covered = [row for row in run.rows if table.covers(row.op, row.case)]
-    summary = _row_summary(run, covered, baseline_of(table, covered))
-    said = f"published {spans(table.summary)} over {table.summary.count}"
+    said = []
+    for one in (run, *run.variants):
+        covered = [row for row in one.rows if table.covers(row.op, row.case)]
+        said.append(_row_summary(one, covered, baseline_of(table, covered)))
+    said[1:] = [f"{summary}, in another run" for summary in said[1:]]
+    said.append(f"Published: {spans(table.summary)} over {table.summary.count} cases")
     text = _markdown([*columns, *figures], left=len(columns))
-    return "\n\n".join([text, f"{summary}; {said}.", *notes])
+    return "\n\n".join([text, "\n".join(f"- {line}." for line in said), *notes])
 
 
 def _row_summary(run: Run, rows: Sequence[Row], baseline: str) -> str:
     ratios, shares = ratios_and_shares(run, rows, baseline)
     text = f"Mean (least to greatest) over {len(rows)} cases: {shares} of the floor"
-    return text if ratios == "-" else f"{text}; {ratios} against {run.label(baseline)}"
+    return text if ratios == "-" else f"{text}, {ratios} against {run.label(baseline)}"
 
 
 def _row_table(run: Run, rows: Sequence[Row]) -> str:
@@ -168,8 +179,10 @@ def _row_table(run: Run, rows: Sequence[Row]) -> str:
 
 def _two_words(own: Sequence[str]) -> list[tuple[str, str]] | None:
     """The cases as pairs of words, where that is all they are: "B=1 H=4"."""
-    pairs = [tuple(words.split()) for words in own]
-    return pairs if all(len(pair) == 2 for pair in pairs) else None
+    words = [case.split() for case in own]
+    if any(len(case) != 2 for case in words):
+        return None
+    return [(first, second) for first, second in words]
 
 
 def _matrix(run: Run, corner: str, rows: Sequence[Row], over: list[tuple[str, str]]) -> str:

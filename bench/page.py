@@ -74,8 +74,13 @@ def _environment(runs: Mapping[str, Run]) -> str:
         "clocks": _clocks,
         "interquartile range of repeats": _spread,
     }
-    rows = [[name, *(show(run.env) for run in runs.values())] for name, show in lines.items()]
-    return markdown.table(["", *map(_title, runs)], rows, left=1 + len(runs))
+    envs = {}
+    for name, run in runs.items():
+        envs[_title(name)] = run.env
+        for variant in run.variants:
+            envs[f"{_title(name)}, {variant.label('fla')}"] = variant.env
+    rows = [[name, *map(show, envs.values())] for name, show in lines.items()]
+    return markdown.table(["", *envs], rows, left=1 + len(envs))
 
 
 def _pairs(values: Mapping) -> str:

@@ -141,7 +141,7 @@ def _time_over_length(run: Run, table: PublishedTable) -> Figure:
             }
             for key, ms in figures.items():
                 if ms is not None:
-                    times.setdefault(key, []).append((line.keys["T"], ms))
+                    times.setdefault(key, []).append((float(line.keys["T"]), ms))
         lines = tuple(Line(*key, tuple(sorted(points))) for key, points in times.items())
         if lines:
             y = "whole call, ms" if whole else "GPU time, ms"

@@ -6,7 +6,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,17 +49,15 @@ class Summary:
     greatest: float
 
     @classmethod
-    def of(cls, values: list[float]) -> "Summary | None":
+    def of(cls, values: Sequence[float]) -> "Summary":
         """Summarise.
 
         Args:
-            values: what to summarise.
+            values: what to summarise, at least one.
 
         Returns:
-            The summary, or None of nothing.
+            The summary.
         """
-        if not values:
-            return None
         return cls(len(values), sum(values) / len(values), min(values), max(values))
 
 

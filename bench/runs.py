@@ -1,10 +1,14 @@
-"""The committed runs of one GPU, as a report reads them: rows, groups, remarks."""
+"""The committed runs of one GPU, as a report reads them: rows, groups, remarks.
+
+``<family>.json`` is a family's run. ``<family>.<variant>.json`` beside it is one with other
+baselines, such as ``decode.fla-0.4.2.json``: its ratios are shown beside those of the run.
+"""
 
 import importlib
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench import results
@@ -44,6 +48,7 @@ class Run:
         groups: title per group, in order.
         group_of: the group of each (op, case).
         remarks: what has to be said of it.
+        variants: runs of the same cases with other baselines.
     """
 
     family: str
@@ -52,6 +57,7 @@ class Run:
     groups: Mapping[str, str] = field(default_factory=dict)
     group_of: Mapping[tuple[str, str], str] = field(default_factory=dict)
     remarks: Sequence[Remark] = ()
+    variants: Sequence["Run"] = ()
 
     def ratio(self, row: Row, baseline: str) -> float | None:
         """How many times faster ours is, where that may be claimed.
@@ -90,7 +96,7 @@ class Run:
         name, _, how = baseline.partition("-")
         known = self.env.get("baselines", {}).get(name)
         shown = f"{name.upper()} {known}" if known and name == "fla" else name
-        return f"{shown}, as {how}" if how else shown
+        return f"{shown} (as {how})" if how else shown
 
 
 def load(folder: Path) -> dict[str, Run]:
@@ -101,19 +107,29 @@ def load(folder: Path) -> dict[str, Run]:
 
     Returns:
         The runs by family, in alphabetical order.
+
+    Raises:
+        ValueError: a file is no result, or a variant has no run to stand beside.
     """
-    runs = {}
+    runs: dict[str, Run] = {}
+    variants: dict[str, list[Run]] = {}
+    remarks = read_remarks(folder.parent / "remarks.json")
     for path in sorted(folder.glob("*.json")):
-        if path.name.endswith(".part.json"):
+        family, _, variant = path.stem.partition(".")
+        if variant == "part":
             continue
         env, rows = results.read(path)
-        groups, group_of = _groups(path.stem)
-        remarks = [
-            remark
-            for remark in read_remarks(folder.parent / "remarks.json")
-            if (remark.family, remark.commit) == (path.stem, env.get("commit"))
-        ]
-        runs[path.stem] = Run(path.stem, env, rows, groups, group_of, remarks)
+        groups, group_of = _groups(family)
+        said = [r for r in remarks if (r.family, r.commit) == (family, env.get("commit"))]
+        run = Run(family, env, rows, groups, group_of, said)
+        if variant:
+            variants.setdefault(family, []).append(run)
+        else:
+            runs[family] = run
+    for family, others in variants.items():
+        if family not in runs:
+            raise ValueError(f"{folder}: a variant of {family}; must stand beside {family}.json")
+        runs[family] = replace(runs[family], variants=others)
     return runs
 
 

@@ -35,8 +35,10 @@ def error(x: float | None) -> str:
 
 
 def microseconds(us: float | None) -> str:
-    """Host time, "4.2" or "-"."""
-    return "-" if us is None else f"{us:.1f}"
+    """Host time, "4.2", "233870" or "-"."""
+    if us is None:
+        return "-"
+    return f"{us:.1f}" if us < 1000 else f"{us:.0f}"
 
 
 def grid(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:

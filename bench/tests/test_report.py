@@ -1,10 +1,13 @@
 """The page, the READMEs' figures and the command: what is said comes from the runs."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from bench import page, published, readme, report, results, runs
+from bench.checkout import ROOT
 from bench.results import Measured, Row
 from bench.runs import Remark, Run
 
@@ -164,6 +167,17 @@ def test_many_rows_over_two_figures_are_a_matrix_and_a_fold():
     assert len([line for line in folded.splitlines() if line.startswith("| B=")]) == 25
 
 
+def test_another_baseline_in_a_run_of_its_own_has_a_column():
+    older = kda_run()
+    older = Run("kda", {**ENV, "baselines": {"fla": "0.4.2"}}, older.rows[:1])
+    text = whole(kda_run(variants=[older]))
+    # the ratio in that run, beside ours and the published one
+    assert line_of(text, "1", "4096")[4:7] == ["3.00x", "3.00x", "1.39x"]
+    assert line_of(text, "2", "4096")[4:7] == ["3.00x", "-", "1.38x"]
+    assert "| ratio to FLA 0.4.2, another run |" in text
+    assert line_of(text, "baselines")[1:] == ["fla 0.6.0", "fla 0.4.2"]
+
+
 def test_a_dirty_run_is_said_to_be_one():
     dirty = Run("kda", {**ENV, "dirty": True}, kda_run().rows)
     assert line_of(whole(dirty), "commit")[1] == "`0123456789ab`, with changes"
@@ -262,3 +276,26 @@ def test_a_remark_belongs_to_its_commit(checkout):
     assert run.ratio(kda, "fla") is None and run.ratio(lightning, "fla") == 3.0
     path.write_text(json.dumps([{**remark, "commit": "another"}]))
     assert runs.load(results.RESULTS / "h200")["decode"].ratio(kda, "fla") == 1.5
+
+
+def test_a_variant_stands_beside_its_run(checkout):
+    older = {**ENV, "baselines": {"fla": "0.4.2"}}
+    folder = results.RESULTS / "h200"
+    results.write(folder / "decode.fla-0.4.2.json", older, list(decode_run().rows))
+    found = runs.load(folder)
+    assert list(found) == ["decode"]
+    assert [run.label("fla") for run in found["decode"].variants] == ["FLA 0.4.2"]
+    (folder / "decode.json").unlink()
+    with pytest.raises(ValueError, match=r"must stand beside decode\.json"):
+        runs.load(folder)
+
+
+def test_the_published_command_is_the_report():
+    done = subprocess.run(
+        [sys.executable, "bench/generate_benchmark_md.py", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "usage: python -m bench report" in done.stdout
