@@ -4,12 +4,16 @@ import subprocess
 import sys
 import warnings
 from dataclasses import FrozenInstanceError, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from cula.common.dims import dims_of
 from cula.lightning import fla_fallback, lightning_prefill
+from cula.lightning import kernel_plan as kernels
 from cula.lightning.cases import CASES, Case, make_inputs
+from cula.lightning.kernel_plan import kernel_plan, no_kernel
 from cula.lightning.plan import _backend as choose
 from cula.lightning.plan import plan_prefill
 
@@ -80,6 +84,7 @@ def refused() -> dict[str, tuple[dict, type[Exception], str]]:
         "buffer alone": ({"checkpoints": state}, ValueError, "checkpoint"),
         "interval": ({"checkpoints": state, "checkpoint_interval": 32}, ValueError, "32.*64"),
         "rows": ({"checkpoints": state[:3], "checkpoint_interval": 64}, ValueError, "4 rows"),
+        "segment": ({"segment_tokens": 100}, ValueError, "segment_tokens: 100; must be.*64"),
         "out shape": ({"out": torch.zeros(1, 281, 2, 64)}, ValueError, "out: shape"),
         "out dtype": ({"out": torch.zeros(1, 281, 2, 128)}, ValueError, "out: dtype"),
         "decay shape": ({"g_gamma": torch.zeros(1)}, ValueError, "g_gamma: shape"),
@@ -146,6 +151,75 @@ def test_backend_on_a_gpu(monkeypatch: pytest.MonkeyPatch, missing: str | None) 
     with pytest.raises(NotImplementedError, match="gradients are needed"):
         choose(call, "cute", gpu, dims, 1, "gradients are needed")
     assert choose(call, "reference", gpu, dims, 1, None)[0] == "reference"
+
+
+def kernel_of(B=1, T=8192, H=64, HV=None, D=128, N=None, sms=132, **options):
+    """The kernel of a call of these sizes (N packed sequences), on a GPU of so many SMs."""
+    q = meta(B, T, H, D)
+    dims = dims_of(q, q, meta(B, T, HV or H, D))
+    options = {"initial": None, "final": None, "varlen": N is not None, **options}
+    return kernel_plan(q, dims, N or B, sms=sms, **options)
+
+
+def test_a_head_is_halved_where_whole_ones_leave_half_of_the_gpu_idle() -> None:
+    for sizes, warpgroups, blocks in (
+        ({"B": 1}, 1, 128),
+        ({"B": 2}, 2, 128),
+        ({"B": 4}, 2, 132),
+        ({"H": 66}, 1, 132),
+        ({"H": 67}, 2, 67),
+        ({"N": 5}, 2, 132),
+        ({"D": 64}, 1, 64),
+        ({"H": 16, "HV": 64}, 1, 128),
+    ):
+        kernel = kernel_of(**sizes)
+        assert kernel.config.segments is None and kernel.first_pass is None
+        assert (kernel.config.warpgroups, kernel.blocks) == (warpgroups, blocks), sizes
+        assert kernel.config.parts * kernel.config.warpgroups == kernel.config.V // 64
+
+
+def test_few_heads_are_cut_along_time() -> None:
+    for H, segments, chunks in ((1, 32, 16), (4, 32, 16), (8, 16, 32), (16, 8, 64), (22, 6, 86)):
+        kernel = kernel_of(T=32768, H=H)
+        assert kernel.config.segments == "second" and kernel.config.warpgroups == 2
+        assert kernel.shape.segment_chunks == chunks
+        assert kernel.shape.max_segments == segments
+        assert kernel.blocks == H * segments <= 132
+        assert kernel.first_pass == replace(kernel.config, segments="first")
+    for whole in ({"T": 32768, "H": 23}, {"T": 1000, "H": 1}, {"T": 32768, "H": 8, "B": 3}):
+        assert kernel_of(**whole).config.segments is None
+    packed = kernel_of(T=32768, H=8, N=2)
+    assert packed.shape.segment_chunks == 32 and packed.config.segments == "second"
+    assert kernel_of(T=32768, H=8, D=64).config.warpgroups == 1
+
+
+def test_the_cut_can_be_fixed() -> None:
+    assert kernel_of(T=32768, H=8, segment_tokens=0).config.segments is None
+    kernel = kernel_of(B=3, T=1000, segment_tokens=128)
+    assert kernel.shape.segment_chunks == 2 and kernel.config.segments == "second"
+    assert kernel_of(T=128, segment_tokens=128).config.segments is None
+
+
+def test_what_no_kernel_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "missing_compiler", lambda: None)
+    monkeypatch.setattr(kernels, "arch_of", lambda device: "sm_90a")
+
+    def why(K=128, V=128, dtype=torch.bfloat16, **states):
+        dims = replace(plan_of(CASES["one chunk"]).dims, K=K, V=V)
+        q = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
+        return no_kernel(q, dims, states)
+
+    assert why() is None and why(64, 64, torch.float16) is None
+    assert "K = 60, V = 60" in why(60, 60)
+    assert "K = 128, V = 64" in why(128, 64)
+    assert "torch.float32" in why(dtype=torch.float32)
+    pool = torch.zeros(3, 2, 128, 128)
+    assert why(state=pool) is None and why(state=pool.mT) is None
+    odd = torch.zeros(3, 2 * 128 * 128 + 1)[:, :-1].view(3, 2, 128, 128)
+    assert "state: strides" in why(state=odd)
+    assert "state: strides" in why(state=torch.zeros(3 * 2 * 128 * 128 + 1)[1:].view(pool.shape))
+    monkeypatch.setattr(kernels, "arch_of", lambda device: "sm_100a")
+    assert "sm_100a" in why()
 
 
 def test_fla_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,5 +120,5 @@ def test_operators_are_what_they_claim() -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 9, 1, 8)
     state, out = torch.randn(1, 1, 8, 8), torch.empty_like(x)
-    args = (x, x, x, torch.tensor([-0.1]), state, None, None, None, None, None, None, out)
+    args = (x, x, x, torch.tensor([-0.1]), state, None, None, None, None, None, None, None, out)
     torch.library.opcheck(torch.ops.cula.lightning_prefill, (*args, "reference", False))

@@ -55,8 +55,8 @@ CASES: dict[str, Case] = {
     "huge values": Case((70,), magnitude=1e5),
     "bf16 pool": Case((100, 64), varlen=True, state=torch.bfloat16),
     "no state": Case((100,), state=None),
-    "few heads": Case((1100,), H=1, HV=1),
-    "few heads, varlen": Case((40, 1090, 0, 600), H=1, HV=1, varlen=True, checkpoint_interval=128),
+    "few heads": Case((2100,), H=1, HV=1),
+    "few heads, varlen": Case((40, 2090, 0, 600), H=1, HV=1, varlen=True, checkpoint_interval=256),
     "checkpoints": Case((128, 63, 200, 0, 64), varlen=True, checkpoint_interval=64),
 }
 

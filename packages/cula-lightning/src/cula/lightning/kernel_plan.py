@@ -21,7 +21,7 @@ NAMES = {
 }
 
 
-MIN_SEGMENT = 8
+MIN_SEGMENT = 16
 """Chunks of the shortest segment: what one saves there pays for its state's way through memory."""
 
 
@@ -55,6 +55,7 @@ def kernel_plan(
     mask: bool = False,
     checkpoints: torch.Tensor | None = None,
     varlen: bool,
+    segment_tokens: int | None = None,
     sms: int,
 ) -> KernelPlan:
     """What the kernel of such a call is compiled for, and how many blocks share what.
@@ -63,10 +64,14 @@ def kernel_plan(
 
     Args:
         initial, final, checkpoints: V-first by shape, whatever their layout in memory.
+        segment_tokens: as `lightning_prefill` takes it.
         sms: multiprocessors of the GPU.
     """
     heads = sequences * dims.HV
-    segment_chunks = _segment_chunks(dims, sequences, varlen, sms)
+    if segment_tokens is None:
+        segment_chunks = _segment_chunks(dims, sequences, varlen, sms)
+    else:
+        segment_chunks = segment_tokens // CHUNK if segment_tokens < dims.T else 0
     # A block with two warpgroups loads a head's q and k once; with one, twice as many blocks share
     # the work. Half a head a block is for when whole heads leave half of the GPU idle.
     halves = 2 * heads <= sms and not segment_chunks
@@ -95,10 +100,10 @@ def kernel_plan(
 def _segment_chunks(dims: Dims, sequences: int, varlen: bool, sms: int) -> int:
     """Chunks a segment; 0: sequences stay whole.
 
-    Two passes read k and v twice, so they pay where one would use half of the GPU or less.
+    Two passes read k and v twice, so they pay where one would use a third of the GPU or less.
     """
     parts = dims.V // 64  # of a head, where sequences stay whole
-    if 2 * parts * sequences * dims.HV > sms:
+    if 3 * parts * sequences * dims.HV > sms:
         return 0
     if varlen:
         return choose_segment_chunks(

@@ -29,6 +29,7 @@ def lightning_prefill(
     scale: float | None = None,
     checkpoints: torch.Tensor | None = None,
     checkpoint_interval: int | None = None,
+    segment_tokens: int | None = None,
     out: torch.Tensor | None = None,
     backend: str = "auto",
     validate: bool = False,
@@ -49,8 +50,8 @@ def lightning_prefill(
             zero and keep no state.
         state_indices: ``[N]``, int32 or int64: the slot of each sequence. An index that is negative
             or not below ``slots`` names no slot: that sequence starts from zero and its final state
-            is not stored. Two sequences that name one slot both start from its old state; which
-            final state it keeps is not defined. None: sequence n has slot n.
+            is not stored. Where two sequences name one slot, what the second starts from and which
+            final state it keeps are not defined. None: sequence n has slot n.
         has_initial_state: ``[N]``, bool: false starts from zero, whatever the slot holds.
         cu_seqlens: ``[N + 1]``, int32 or int64, on the device: sequences packed into B = 1. One
             without tokens keeps its initial state (or zero). Values on a GPU are not looked at:
@@ -62,6 +63,10 @@ def lightning_prefill(
             token s of the flattened batch (``cu_seqlens[n]``, or ``n * T``) lie in order from row
             ``s // checkpoint_interval`` on; other rows are left alone.
         checkpoint_interval: a multiple of 64 tokens.
+        segment_tokens: our kernel cuts longer sequences into segments of so many tokens, a multiple
+            of 64, which run side by side; exact, but rounded in another order. 0: sequences stay
+            whole, so that one's bits depend on nothing else in the batch. None: as suits the
+            call's shapes and the GPU.
         out: ``[B, T, HV, V]`` of q's dtype, to write into.
         backend: "auto", or "cute", "fla", "reference" to insist.
         validate: copy the values of cu_seqlens and g_gamma back from the GPU and check them.
@@ -89,6 +94,7 @@ def lightning_prefill(
         scale,
         checkpoints,
         checkpoint_interval,
+        segment_tokens,
         out,
         backend,
         validate,

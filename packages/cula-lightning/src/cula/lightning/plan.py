@@ -12,6 +12,7 @@ from cula.lightning import fla_fallback
 from cula.lightning.call import Plan
 from cula.lightning.kernel_plan import kernel_plan, no_kernel
 from cula.lightning.reference import LightningForm
+from cula.lightning.sm90.config import CHUNK
 
 
 def plan_prefill(
@@ -27,6 +28,7 @@ def plan_prefill(
     scale: float | None = None,
     checkpoints: torch.Tensor | None = None,
     checkpoint_interval: int | None = None,
+    segment_tokens: int | None = None,
     out: torch.Tensor | None = None,
     backend: str = "auto",
     validate: bool = False,
@@ -38,6 +40,12 @@ def plan_prefill(
     sizes = {"heads": dims.HV, "key_dim": dims.K, "value_dim": dims.V, "device": q.device}
     require_pool(state, state_indices, has_initial_state, sequences=sequences, **sizes)
     require_checkpoints(checkpoints, checkpoint_interval, tokens=dims.B * dims.T, **sizes)
+    require(
+        segment_tokens is None or (segment_tokens >= 0 and segment_tokens % CHUNK == 0),
+        "segment_tokens",
+        segment_tokens,
+        f"must be None or a multiple of {CHUNK}, 0 included",
+    )
     if out is not None:
         require_tensor(
             "out", out, shape=v.shape, dims="[B, T, HV, V]", dtypes=(q.dtype,), device=q.device
@@ -56,6 +64,7 @@ def plan_prefill(
             mask=has_initial_state is not None,
             checkpoints=checkpoints,
             varlen=cu_seqlens is not None,
+            segment_tokens=segment_tokens,
             sms=sm_count(q.device),
         )
     return Plan(

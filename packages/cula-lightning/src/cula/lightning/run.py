@@ -27,6 +27,7 @@ def _prefill(
     scale: float | None,
     checkpoints: torch.Tensor | None,
     checkpoint_interval: int | None,
+    segment_tokens: int | None,
     out: torch.Tensor,
     backend: str,
     validate: bool,
@@ -47,6 +48,7 @@ def _prefill(
                 if checkpoints is None
                 else (checkpoints.shape, checkpoints.dtype, checkpoints.stride(3)),
                 checkpoint_interval,
+                segment_tokens,
                 backend,
             )
         except (AttributeError, IndexError):  # something is no tensor, or has too few dimensions
@@ -83,6 +85,7 @@ def _prefill(
         scale=scale,
         checkpoints=checkpoints,
         checkpoint_interval=checkpoint_interval,
+        segment_tokens=segment_tokens,
         out=out,
         backend=backend,
         validate=validate,

@@ -48,7 +48,7 @@ def lightning_attn_fwd(
         TypeError, ValueError: as `lightning_prefill`.
     """
     _require_inference("lightning_attn_fwd", Q, K, V, initial_state)
-    state = None
+    state = begins = None
     if initial_state is not None:
         require_tensor("V", V, shape=[None] * 4, dims="[B, S, HV, V]")
         require_tensor("K", K, shape=[None] * 4, dims="[B, S, H, K]")
@@ -65,8 +65,10 @@ def lightning_attn_fwd(
         )
         state = initial_state.clone(memory_format=torch.contiguous_format)
     elif output_final_state:
-        state = _zero_states(V.shape[0], K, V)
-    O = lightning_prefill(Q, K, V, _log_decay(decay), state=state, scale=scale)
+        state, begins = _new_states(V.shape[0], K, V)
+    O = lightning_prefill(
+        Q, K, V, _log_decay(decay), state=state, has_initial_state=begins, scale=scale
+    )
     return O, state if output_final_state else None
 
 
@@ -102,9 +104,12 @@ def lightning_attn_fwd_varlen(
         TypeError, ValueError: as `lightning_prefill`.
     """
     _require_inference("lightning_attn_fwd_varlen", Q, K, V, state_pool)
+    begins = None
     if state_pool is None:
         require_tensor("cu_seqlens", cu_seqlens)
-        state_pool = _zero_states(max(cu_seqlens.numel() - 1, 0), K, V)
+        state_pool, begins = _new_states(max(cu_seqlens.numel() - 1, 0), K, V)
+        if initial_state_indices is not None:  # a slot that none of them names stays as it is
+            state_pool.zero_()
     O = lightning_prefill(
         Q,
         K,
@@ -112,17 +117,20 @@ def lightning_attn_fwd_varlen(
         _log_decay(decay),
         state=state_pool,
         state_indices=initial_state_indices,
+        has_initial_state=begins,
         cu_seqlens=cu_seqlens,
         scale=scale,
     )
     return O, state_pool
 
 
-def _zero_states(count: int, K: torch.Tensor, V: torch.Tensor) -> torch.Tensor:
+def _new_states(count: int, K: torch.Tensor, V: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pool that holds nothing yet, and a mask that says so: no zeros to write and read."""
     require_tensor("K", K, shape=[None] * 4, dims="[B, S, H, K]")
     require_tensor("V", V, shape=[None] * 4, dims="[B, S, HV, V]")
     shape = state_shape(count, V.shape[2], K.shape[3], V.shape[3])
-    return torch.zeros(shape, dtype=torch.float32, device=V.device)
+    states = torch.empty(shape, dtype=torch.float32, device=V.device)
+    return states, torch.zeros(count, dtype=torch.bool, device=V.device)
 
 
 def _log_decay(decay: torch.Tensor) -> torch.Tensor:
