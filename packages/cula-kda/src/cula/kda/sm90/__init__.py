@@ -1,0 +1,1 @@
+"""Kernels of KDA prefill for Hopper. DESIGN.md says how they work."""

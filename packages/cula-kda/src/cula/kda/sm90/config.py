@@ -1,0 +1,133 @@
+"""What is known of the prefill kernels when they are compiled. No import of cutlass: a cached kernel needs none."""
+
+from dataclasses import dataclass
+
+CHUNK = 64  # tokens a chunk
+PART = 64  # value channels that one block of the scan holds the state of
+BLOCK = 16  # tokens whose decays one warp of the preparation multiplies up
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where the preparation of one (chunk, value head) lies in the workspace, in bytes.
+
+    A record is what the scan's shared memory holds: every 16-bit tile in pieces of 64 columns, a
+    piece's rows of 128 bytes one after the other, the 16-byte units of row r in the order
+    ``unit ^ (r % 8)`` (the 128-byte swizzle), so that whole tiles are copied as they lie.
+
+    kg, qg: [64, K] bfloat16, the decayed keys and queries (`K e^G`, `scale Q e^G`).
+    kr: [64, K] float16, `K e^(G_C - G)`.
+    t, aqk: [64, 64] float16, lower triangular: the inverse times beta, and the decayed scores.
+    decay: [K] float32, `e^(G_C)`.
+    """
+
+    K: int
+
+    @property
+    def rows(self) -> int:
+        """Bytes of a [64, K] tile of 16-bit elements."""
+        return 2 * CHUNK * self.K
+
+    @property
+    def square(self) -> int:
+        """Bytes of a [64, 64] tile of 16-bit elements."""
+        return 2 * CHUNK * CHUNK
+
+    @property
+    def kg(self) -> int:
+        return 0
+
+    @property
+    def qg(self) -> int:
+        return self.rows
+
+    @property
+    def kr(self) -> int:
+        return 2 * self.rows
+
+    @property
+    def t(self) -> int:
+        return 3 * self.rows
+
+    @property
+    def aqk(self) -> int:
+        return self.t + self.square
+
+    @property
+    def decay(self) -> int:
+        return self.aqk + self.square
+
+    @property
+    def bytes(self) -> int:
+        """1,032 bytes a token at K = 128, 648 at K = 64."""
+        return self.decay + 4 * self.K
+
+
+@dataclass(frozen=True)
+class States:
+    """States in memory: dtype ("fp32", "bf16") and whether a value channel's K channels are neighbours (V-first)."""
+
+    dtype: str
+    v_first: bool
+
+
+@dataclass(frozen=True)
+class PrepConfig:
+    """The compile key of the preparation. Dtypes: "bf16", "fp16", "fp32".
+
+    K: channels of a key, 64 or 128.
+    io: dtype of q and k.
+    gate: form of the gate (cula.common.gates); gate_dtype: of g; bias: dt_bias is given.
+    beta: form of beta; beta_dtype: its dtype.
+    l2norm: q and k are normalised.
+    varlen: the sequences are packed, and a schedule (cula.common.varlen) says where they lie.
+    """
+
+    K: int
+    io: str
+    gate: str
+    gate_dtype: str
+    bias: bool
+    beta: str
+    beta_dtype: str
+    l2norm: bool
+    varlen: bool
+
+    def kernel(self):
+        from cula.kda.sm90.prep import KdaPrep
+
+        return KdaPrep(self)
+
+
+@dataclass(frozen=True)
+class ScanConfig:
+    """The compile key of the scan; None for an argument that is absent.
+
+    K, V: channels of a key (64 or 128) and of a value (a multiple of 64).
+    io: dtype of v and the output, "bf16" or "fp16".
+    initial, final: the states that sequences start from and where their last ones go, in slots that
+        `state_indices` ("int32", "int64") names (absent: sequence n has slot n).
+    mask: has_initial_state is given.
+    checkpoints: states kept along the way.
+    varlen: as in PrepConfig.
+    """
+
+    K: int
+    V: int
+    io: str
+    initial: States | None = None
+    final: States | None = None
+    state_indices: str | None = None
+    mask: bool = False
+    checkpoints: States | None = None
+    varlen: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Blocks that share a head."""
+        return self.V // PART
+
+    def kernel(self):
+        from cula.kda.sm90.scan import KdaScan
+
+        return KdaScan(self)

@@ -1,0 +1,451 @@
+"""KDA prefill on Hopper, second kernel: a scan over chunks with the state in wgmma registers.
+
+Tile:     one block walks a unit (sequence, value head, 64 value channels) in chunks of 64 tokens,
+          and holds the transposed state S^T [64, K] in float32. Longest sequences start first.
+Roles:    warp 0 loads (bulk copies of records, TMA of v); warps 4-7, the state warpgroup, compute
+          and store. Warps 1-3 only fill up the first warpgroup.
+Chunk:    X^T = V^T - S^T Kg^T,  V'^T = X^T T^T,  O^T = S^T Qg^T + V'^T Aqk^T,
+          S^T <- S^T diag(e^G_C) + V'^T Kr. Every left operand is an accumulator, rounded in place;
+          the state and V' never leave the registers.
+Shared:   stages of a record (64.5 KB at K = 128) and v (8 KB), one buffer of o (8 KB): 226 KB with
+          three stages.
+Registers: S 64, what is added to it 64, its rounded copy 32, O 32, X and V' 16 each, v and o 16
+          each, of which S, its copy and O always live.
+Bytes:    1,032 a token and head of records (for both halves of V, the second from L2), v, o 512.
+Floor:    those bytes at the memory's copy rate.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from cula.common.cute.smem import SmemAllocator
+from cula.common.varlen.device import (
+    ceil_div,
+    fixed_segment,
+    load4,
+    read_segment,
+    store4,
+    unit_coords,
+)
+from cula.kda.sm90 import ptx
+from cula.kda.sm90.config import CHUNK, PART, Record
+from cula.kda.sm90.layouts import columns_layout, rows_layout
+from cula.kda.sm90.scan_state import scan_state
+from cula.kda.sm90.states import DTYPES, StatesInMemory, head_state, slot_of
+
+IO = {"bf16": BFloat16, "fp16": Float16}
+SHARED = 226 * 1024
+WHOLE = 2**31 - 1  # chunks a segment: sequences are not cut
+
+
+class KdaScan:
+    """Host launch and device code; `config` (config.py) is everything known when compiling."""
+
+    def __init__(self, config):
+        self.config = config
+        self.io = IO[config.io]
+        self.record = Record(config.K)
+        self.value_bytes = 2 * CHUNK * PART
+        self.stage_bytes = self.record.bytes + self.value_bytes
+        self.stages = min(4, (SHARED - self.value_bytes) // self.stage_bytes)
+
+    # ------------------------------------------------------------------ host
+    def fake_args(self) -> tuple:
+        """Stand-ins for the arguments of `__call__`. A size that two of them share is one symbol: the call checks it."""
+        c = self.config
+        B, T, HV = (cute.sym_int() for _ in range(3))
+
+        def tokens():
+            strides = [cute.sym_int64(divisibility=8) for _ in range(3)]
+            return make_fake_tensor(self.io, (B, T, HV, c.V), (*strides, 1), assumed_align=16)
+
+        def states(kind):
+            if kind is None:
+                return None
+            inner = (c.K, 1) if kind.v_first else (1, c.V)
+            outer = [cute.sym_int64(divisibility=8) for _ in range(2)]
+            shape = (cute.sym_int(), HV, c.V, c.K)
+            return make_fake_tensor(DTYPES[kind.dtype], shape, (*outer, *inner), assumed_align=16)
+
+        def vector_of(dtype, present=True, align=None):
+            if not present:
+                return None
+            return make_fake_tensor(dtype, (cute.sym_int(),), (1,), assumed_align=align)
+
+        index = c.state_indices
+        return (
+            tokens(),
+            make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=16),
+            states(c.initial),
+            states(c.final),
+            None if index is None else vector_of(DTYPES[index]),
+            vector_of(cutlass.Uint8, c.mask),
+            states(c.checkpoints),
+            vector_of(Int32, c.varlen, 16),
+            tokens(),
+            Int32(1),
+            Int32(1),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        mV: cute.Tensor,  # (B, T, HV, V)
+        mRecords: cute.Tensor,  # records [chunk, head], in words
+        mInitial: cute.Tensor | None,  # (slots, HV, V, K), any of the two layouts
+        mFinal: cute.Tensor | None,
+        mIndex: cute.Tensor | None,  # (N)
+        mMask: cute.Tensor | None,  # (N)
+        mMarks: cute.Tensor | None,  # (rows, HV, V, K), states along the way
+        mWork: cute.Tensor | None,  # the schedule's workspace
+        mO: cute.Tensor,  # (B, T, HV, V)
+        interval: Int32,  # tokens between checkpoints
+        units: Int32,
+        stream: cuda.CUstream,
+    ):
+        c = self.config
+        lK = rows_layout(CHUNK, c.K, self.stages, BFloat16)
+        lSquare = rows_layout(CHUNK, CHUNK, self.stages, Float16)
+        lKr = columns_layout(c.K, CHUNK, self.stages, Float16)
+        lV = columns_layout(PART, CHUNK, self.stages, self.io)
+        lO = columns_layout(PART, CHUNK, 1, self.io)
+
+        def columns(t):  # (channel, token, head, b)
+            return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 1, 2, 0]))
+
+        def one(layout):
+            return cute.slice_(layout, (None, None, 0))
+
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        aV, tV = cpasync.make_tiled_tma_atom(load, columns(mV), one(lV), (PART, CHUNK))
+        aO, tO = cpasync.make_tiled_tma_atom(store, columns(mO), one(lO), (PART, CHUNK))
+
+        def tile(layout, dtype):
+            return cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout)], 1024]
+
+        @cute.struct
+        class Shared:
+            full: cute.struct.MemRange[Int64, self.stages]
+            empty: cute.struct.MemRange[Int64, self.stages]
+            decay: cute.struct.Align[cute.struct.MemRange[Float32, c.K * self.stages], 16]
+            kg: tile(lK, BFloat16)
+            qg: tile(lK, BFloat16)
+            kr: tile(lKr, Float16)
+            t: tile(lSquare, Float16)
+            aqk: tile(lSquare, Float16)
+            v: tile(lV, self.io)
+            o: tile(lO, self.io)
+
+        self.Shared = Shared
+        self.kernel(
+            aV, tV, aO, tO, lK, lSquare, lKr, lV, lO,
+            mRecords, mInitial, mFinal, mIndex, mMask, mMarks, mWork, mO, interval,
+        ).launch(
+            grid=[units, 1, 1],
+            block=[256, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ device
+    @cute.kernel
+    def kernel(
+        self,
+        aV: cute.CopyAtom,
+        tV: cute.Tensor,
+        aO: cute.CopyAtom,
+        tO: cute.Tensor,
+        lK: cute.ComposedLayout,
+        lSquare: cute.ComposedLayout,
+        lKr: cute.ComposedLayout,
+        lV: cute.ComposedLayout,
+        lO: cute.ComposedLayout,
+        mRecords: cute.Tensor,
+        mInitial: cute.Tensor | None,
+        mFinal: cute.Tensor | None,
+        mIndex: cute.Tensor | None,
+        mMask: cute.Tensor | None,
+        mMarks: cute.Tensor | None,
+        mWork: cute.Tensor | None,
+        mO: cute.Tensor,
+        interval: Int32,
+    ):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = SmemAllocator().allocate(self.Shared)
+        shared = SharedMemory(
+            full=storage.full.data_ptr(),
+            empty=storage.empty.data_ptr(),
+            decay=storage.decay.data_ptr(),
+            kg=storage.kg.get_tensor(lK.outer, swizzle=lK.inner),
+            qg=storage.qg.get_tensor(lK.outer, swizzle=lK.inner),
+            kr=storage.kr.get_tensor(lKr.outer, swizzle=lKr.inner),
+            t=storage.t.get_tensor(lSquare.outer, swizzle=lSquare.inner),
+            aqk=storage.aqk.get_tensor(lSquare.outer, swizzle=lSquare.inner),
+            v=storage.v.get_tensor(lV.outer, swizzle=lV.inner),
+            o=storage.o.get_tensor(lO.outer, swizzle=lO.inner),
+            starts=tuple(
+                Int32(x.data_ptr().toint())
+                for x in (storage.kg, storage.qg, storage.kr, storage.t, storage.aqk)
+            ),
+            o_start=storage.o.data_ptr(),
+        )
+        if warp == 0:
+            with cute.arch.elect_one():
+                for s in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(shared.full + s, 1)
+                    cute.arch.mbarrier_init(shared.empty + s, 4)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        # launched before the records are complete: nothing may be read before this
+        cute.arch.griddepcontrol_wait()
+
+        B, T, heads = mO.shape[0], mO.shape[1], mO.shape[2]
+        index, head, part = unit_coords(
+            Int32(cute.arch.block_idx()[0]), heads, self.config.parts
+        )
+        if cutlass.const_expr(mWork is None):
+            row = fixed_segment(index, B, T, CHUNK, WHOLE)
+            b = row.sequence
+            first = row.begin - b * T
+        else:
+            row = read_segment(mWork.iterator, index)
+            b = Int32(0)
+            first = row.begin
+        unit = Unit(row.sequence, head, part, b, first, row.end - row.begin, row.chunk, row.start)
+        if warp == 0:
+            self.load(aV, tV, shared, mRecords, unit, heads)
+        if warp >= 4:
+            states = StatesInMemory(mInitial, mFinal, mIndex, mMask, mMarks, interval)
+            self.scan(aO, tO, shared, states, unit, mO)
+
+    # ------------------------------------------------------------------ loads
+    @cute.jit
+    def load(
+        self,
+        aV: cute.CopyAtom,
+        tV: cute.Tensor,
+        shared,
+        mRecords: cute.Tensor,
+        unit,
+        heads: Int32,
+    ):
+        """The load warp: keeps the stages filled."""
+        stages, record = self.stages, self.record
+        pieces = (
+            (record.kg, record.rows),
+            (record.qg, record.rows),
+            (record.kr, record.rows),
+            (record.t, record.square),
+            (record.aqk, record.square),
+            (record.decay, 4 * self.config.K),
+        )
+        starts = (*shared.starts, Int32(shared.decay.toint()))
+        sV, gV = chunk_copies(aV, columns_from(tV, unit), shared.v)
+        for i in cutlass.range(ceil_div(unit.tokens, CHUNK), unroll=1):
+            s = i % stages
+            full = shared.full + s
+            cute.arch.mbarrier_wait(shared.empty + s, i // stages % 2 ^ 1)
+            number = Int64(unit.chunk + i) * Int64(heads) + Int64(unit.head)
+            source = Int64(mRecords.iterator.toint()) + number * Int64(record.bytes)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes)
+                barrier = Int32(full.toint())
+                for start, (offset, size) in zip(starts, pieces, strict=True):
+                    ptx.copy_to_shared(start + s * size, source + Int64(offset), size, barrier)
+            cute.copy(aV, gV[(None, unit.part, i)], sV[(None, s)], tma_bar_ptr=full)
+
+    # ------------------------------------------------------------------ computes
+    @cute.jit
+    def scan(
+        self,
+        aO: cute.CopyAtom,
+        tO: cute.Tensor,
+        shared,
+        states,
+        unit,
+        mO: cute.Tensor,
+    ):
+        """The state warpgroup: walks the unit's chunks with S^T in registers."""
+        stages = self.stages
+        thread = cute.arch.thread_idx()[0] % 128
+        g = scan_state(shared, self.config, self.io, thread)
+        sO, gO = chunk_copies(aO, columns_from(tO, unit), shared.o)
+        self.load_state(states, unit, thread, g.S)
+        g.start_units()
+        g.round_state()
+
+        chunks = ceil_div(unit.tokens, CHUNK)
+        for i in cutlass.range(chunks, unroll=1):
+            s = i % stages
+            cute.arch.mbarrier_wait(shared.full + s, i // stages % 2)
+            g.load_values(s)
+            if cutlass.const_expr(self.config.varlen):
+                if unit.tokens - i * CHUNK < CHUNK:
+                    g.clear_values(unit.tokens - i * CHUNK)
+            largest = g.largest_value()
+            if cute.arch.vote_any_sync(g.outgrown(largest)):
+                g.grow_units(largest)
+                g.round_state()
+
+            warpgroup.fence()
+            g.issue_past(s)
+            # while these run: the output of the chunk before
+            if i > 0:
+                self.store_output(g, thread)
+                if thread < 32:
+                    cute.copy(aO, sO[(None, 0)], gO[(None, unit.part, i - 1)])
+                    cute.arch.cp_async_bulk_commit_group()
+            warpgroup.wait_group(1)
+            g.round_difference()
+            warpgroup.fence()
+            g.issue_values(s)
+            warpgroup.wait_group(0)
+            g.round_values()
+            warpgroup.fence()
+            g.issue_present(s)
+            warpgroup.wait_group(1)
+            g.update_state(s)
+            warpgroup.wait_group(0)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(shared.empty + s)
+            g.round_output()
+            if cutlass.const_expr(self.config.checkpoints is not None):
+                self.keep_state(states, unit, i + 1, thread, g)
+
+        if chunks > 0:
+            self.store_output(g, thread)
+            tail = unit.tokens - (chunks - 1) * CHUNK
+            whole = True  # of equal lengths, what lies past the end is cut off
+            if cutlass.const_expr(self.config.varlen):
+                whole = tail == CHUNK
+                if tail < CHUNK:
+                    self.store_rows(shared, mO, unit, unit.first + (chunks - 1) * CHUNK, tail, thread)
+            if (thread < 32) & whole:
+                cute.copy(aO, sO[(None, 0)], gO[(None, unit.part, chunks - 1)])
+                cute.arch.cp_async_bulk_commit_group()
+        self.store_state(states, unit, thread, g)
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def store_output(self, g, thread: Int32):
+        """The output into its buffer, once the last store has read it; all may read it then."""
+        if thread < 32:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        g.barrier()
+        g.write_output()
+        cute.arch.fence_proxy("async.shared", space="cta")
+        g.barrier()
+
+    @cute.jit
+    def store_rows(
+        self, shared, mO: cute.Tensor, unit, first: Int32, tokens: Int32, thread: Int32
+    ):
+        """The rows of a sequence's last chunk, from the buffer: what follows them is another sequence's."""
+        piece = thread % 8
+        for i in cutlass.range_constexpr(CHUNK // 16):
+            row = thread // 8 + 16 * i
+            if row < tokens:
+                # 128-byte swizzle: the row's low bits turn the place of each 16 bytes
+                at = row * PART + (piece ^ (row % 8)) * 8
+                words = load4((shared.o_start + at).align(16), shared=True)
+                o = mO.iterator + (
+                    Int64(unit.b) * Int64(mO.stride[0])
+                    + Int64(first + row) * Int64(mO.stride[1])
+                    + Int64(unit.head) * Int64(mO.stride[2])
+                    + Int64(unit.part * PART + piece * 8)
+                )
+                store4(o.align(16), words)
+
+    # ------------------------------------------------------------------ states
+    @cute.jit
+    def load_state(self, states, unit, thread: Int32, S: cute.Tensor):
+        S.fill(0.0)
+        if cutlass.const_expr(self.config.initial is not None):
+            slot = slot_of(states, unit.n, states.initial.shape[0])
+            if cutlass.const_expr(states.mask is not None):
+                if states.mask[unit.n] == 0:
+                    slot = Int64(-1)
+            if slot >= 0:
+                self.in_memory(states.initial, self.config.initial, slot, unit, thread).load(S)
+
+    @cute.jit
+    def store_state(self, states, unit, thread: Int32, g):
+        if cutlass.const_expr(self.config.final is not None):
+            slot = slot_of(states, unit.n, states.final.shape[0])
+            if slot >= 0:
+                place = self.in_memory(states.final, self.config.final, slot, unit, thread)
+                place.store(g.S, [g.units[2], g.units[3]])
+
+    @cute.jit
+    def keep_state(self, states, unit, chunks: Int32, thread: Int32, g):
+        """A checkpoint, if one is due after so many chunks of the unit."""
+        done = chunks * CHUNK
+        if (done <= unit.tokens) & (done % states.interval == 0):
+            row = Int64(unit.start // states.interval + done // states.interval - 1)
+            place = self.in_memory(states.marks, self.config.checkpoints, row, unit, thread)
+            place.store(g.S, [g.units[2], g.units[3]])
+
+    def in_memory(self, tensor, kind, slot, unit, thread):
+        value = unit.part * PART
+        return head_state(tensor, slot, unit.head, value, thread, self.config.K, kind.v_first)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a block works on. chunk: the number of its first record's chunk over the batch.
+
+    b, first: where its tokens start: row of the batch, token. start: its first token in the
+    flattened batch.
+    """
+
+    n: Int32
+    head: Int32
+    part: Int32
+    b: Int32
+    first: Int32
+    tokens: Int32
+    chunk: Int32
+    start: Int32
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Barriers, decays, and the tiles (last mode: stage). starts: addresses of kg, qg, kr, t, aqk."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    decay: cute.Pointer
+    kg: cute.Tensor
+    qg: cute.Tensor
+    kr: cute.Tensor
+    t: cute.Tensor
+    aqk: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    starts: tuple
+    o_start: cute.Pointer
+
+
+def columns_from(tensor, unit):
+    """Chunks (channel, token, part, number) of the unit's tokens."""
+    tokens = cute.domain_offset((0, unit.first), tensor[None, None, unit.head, unit.b])
+    return cute.local_tile(tokens, (PART, CHUNK), (None, None))
+
+
+def chunk_copies(atom, tiles, buffers):
+    """A TMA copy's view of (shared buffers, global tiles)."""
+    return cpasync.tma_partition(
+        atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(buffers, 0, 2),
+        cute.group_modes(tiles, 0, 2),
+    )
