@@ -1,12 +1,13 @@
 """The page, the READMEs' figures and the command: what is said comes from the runs."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
-from bench import page, published, readme, report, results, runs
+from bench import page, plots, published, readme, report, results, runs
 from bench.checkout import ROOT
 from bench.results import Measured, Row
 from bench.runs import Remark, Run
@@ -70,6 +71,18 @@ def test_the_page_and_the_readmes_are_those_of_the_committed_runs():
 def test_the_plots_are_those_of_the_committed_runs():
     found = runs.load(results.RESULTS / "h200")
     assert not report.stale_plots(found), "python -m bench report draws them anew"
+
+
+@pytest.mark.parametrize("document", ["BENCHMARKS.md", "README.md"])
+def test_the_pictures_are_there(document):
+    pictures = re.findall(r'src(?:set)?="([^"]+)"', (ROOT / document).read_text())
+    assert pictures and not [name for name in pictures if not (ROOT / name).exists()]
+
+
+def test_no_plot_is_left_over():
+    figures = plots.figures(runs.load(results.RESULTS / "h200"), PUBLISHED)
+    known = {f"{figure.name}-{theme}.svg" for figure in figures for theme in plots.THEMES}
+    assert {path.name for path in (ROOT / report.PLOTS).iterdir()} == known
 
 
 def test_a_remark_is_about_something_that_was_measured():
