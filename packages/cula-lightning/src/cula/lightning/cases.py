@@ -139,7 +139,7 @@ def kernel_configs(which: Literal["common", "all"] = "all", arch: str = KERNEL_A
     for varlen in (False, True):
         for form in forms:
             config = PrefillConfig(
-                K=128, V=128, warpgroups=2, io="bf16", varlen=varlen, segments="second", **form
+                K=128, V=128, warpgroups=1, io="bf16", varlen=varlen, segments="second", **form
             )
             configs[config] = None
             configs[replace(config, segments="first", final=None)] = None

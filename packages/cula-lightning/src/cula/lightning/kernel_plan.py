@@ -8,7 +8,7 @@ from cula.common.arch import arch_of, missing_compiler
 from cula.common.dims import Dims
 from cula.common.layouts import has_dense_slots, to_k_first
 from cula.common.varlen import FixedPlan, VarlenPlan, choose_segment_chunks
-from cula.lightning.sm90.config import CHUNK, PrefillConfig, States
+from cula.lightning.sm90.config import CHUNK, PART, PrefillConfig, States
 
 KERNEL_ARCH = "sm_90a"
 KERNEL_DIMS = ((128, 128), (64, 64))
@@ -73,9 +73,9 @@ def kernel_plan(
     else:
         segment_chunks = segment_tokens // CHUNK if segment_tokens < dims.T else 0
     # A block with two warpgroups loads a head's q and k once; with one, twice as many blocks share
-    # the work. Half a head a block is for when whole heads leave half of the GPU idle.
-    halves = 2 * heads <= sms and not segment_chunks
-    warpgroups = 1 if dims.V == 64 or halves else 2
+    # the work. Half a head a block is for when whole heads leave half of the GPU idle, and for
+    # segments: fewer of them, then, and fewer states to add up before each.
+    warpgroups = 1 if dims.V == 64 or 2 * heads <= sms or segment_chunks else 2
     config = PrefillConfig(
         K=dims.K,
         V=dims.V,
@@ -102,7 +102,7 @@ def _segment_chunks(dims: Dims, sequences: int, varlen: bool, sms: int) -> int:
 
     Two passes read k and v twice, so they pay where one would use a third of the GPU or less.
     """
-    parts = dims.V // 64  # of a head, where sequences stay whole
+    parts = dims.V // PART
     if 3 * parts * sequences * dims.HV > sms:
         return 0
     if varlen:
@@ -110,12 +110,12 @@ def _segment_chunks(dims: Dims, sequences: int, varlen: bool, sms: int) -> int:
             tokens=dims.T,
             chunk=CHUNK,
             heads=dims.HV,
-            parts=1,
+            parts=parts,
             slots=sms,
             min_chunks=MIN_SEGMENT,
         )
     chunks = -(-dims.T // CHUNK)
-    segments = min(sms // (sequences * dims.HV), chunks // MIN_SEGMENT)
+    segments = min(sms // (sequences * dims.HV * parts), chunks // MIN_SEGMENT)
     return -(-chunks // segments) if segments > 1 else 0
 
 

@@ -15,8 +15,6 @@ Bytes:     1,024 a token and head: q, k, v in and o out (two parts read q and k 
 Floor:     those bytes at the memory's copy rate.
 """
 
-from dataclasses import dataclass
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -27,6 +25,13 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cula.common.cute import math
 from cula.common.cute.smem import SmemAllocator
 from cula.common.varlen.device import ceil_div, load4, store4, take_ticket, where
+from cula.lightning.sm90.block import (
+    SharedMemory,
+    StatesInMemory,
+    chunk_copies,
+    columns_from,
+    rows_from,
+)
 from cula.lightning.sm90.config import CHUNK, PART, States
 from cula.lightning.sm90.layouts import columns_layout, rows_layout
 from cula.lightning.sm90.states import DTYPES, HeadState, slot_of
@@ -565,7 +570,7 @@ class LightningPrefill:
         else:
             decay = math.decay(Float32(mG[u.head]) * Float32(states.segment_chunks * CHUNK))
             added = cute.make_rmem_tensor_like(S)
-            for i in cutlass.range(u.segment, unroll=1):
+            for i in cutlass.range(u.segment, unroll=2):
                 place = u.place + i
                 self.in_memory(states.local, SEGMENT_STATES, place, u, value, thread).load(added)
                 S.store(S.load() * decay + added.load())
@@ -591,59 +596,3 @@ class LightningPrefill:
 
     def in_memory(self, tensor, kind, slot, u, value, thread):
         return HeadState(tensor, slot, u.head, value, thread, self.config.K, kind.v_first)
-
-
-@dataclass(frozen=True)
-class SharedMemory:
-    """Barriers, the ring of units, the powers, and the tiles (last mode: stage or buffer)."""
-
-    full: cute.Pointer
-    empty: cute.Pointer
-    unit_full: cute.Pointer
-    unit_empty: cute.Pointer
-    units: cute.Pointer
-    powers: cute.Pointer
-    q: cute.Tensor
-    k: cute.Tensor
-    k_columns: cute.Tensor
-    v: cute.Tensor
-    p: cute.Tensor
-    o: cute.Tensor
-    k_start: cute.Pointer
-    v_start: cute.Pointer
-    o_start: cute.Pointer
-
-
-@dataclass(frozen=True)
-class StatesInMemory:
-    initial: cute.Tensor | None
-    final: cute.Tensor | None
-    index: cute.Tensor | None
-    mask: cute.Tensor | None
-    marks: cute.Tensor | None
-    local: cute.Tensor | None
-    interval: Int32
-    segment_chunks: Int32
-
-
-def rows_from(tensor, b, first, head, channels: int):
-    """Chunks (token, channel, number) of a head's tokens from `first` on."""
-    tokens = cute.domain_offset((first, 0), tensor[None, None, head, b])
-    return cute.local_tile(tokens, (CHUNK, channels), (None, 0))
-
-
-def columns_from(tensor, b, first, head):
-    """Chunks (channel, token, part, number) of a head's tokens from `first` on."""
-    tokens = cute.domain_offset((0, first), tensor[None, None, head, b])
-    return cute.local_tile(tokens, (PART, CHUNK), (None, None))
-
-
-def chunk_copies(atom, tiles, buffers):
-    """A TMA copy's view of (shared buffers, global tiles)."""
-    return cpasync.tma_partition(
-        atom,
-        0,
-        cute.make_layout(1),
-        cute.group_modes(buffers, 0, 2),
-        cute.group_modes(tiles, 0, 2),
-    )
