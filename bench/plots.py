@@ -119,10 +119,8 @@ def _points(shares: Mapping[int, float | None]) -> tuple[tuple[float, float], ..
 
 def _time_over_length(run: Run, table: PublishedTable) -> Figure:
     """Time over T, a panel for each B: ours, the baselines, the floor. GPU time where there is."""
-    panels, rows = [], {}
-    for line in table.rows:
-        gpu_time = run.row(table.op, line.case.replace("wrapper ", "kernel ", 1))
-        rows[line.case] = gpu_time or run.row(table.op, line.case)
+    panels = []
+    rows = {line.case: run.gpu_row(table.op, line.case) for line in table.rows}
     whole = any(row is not None and row.case.startswith("wrapper ") for row in rows.values())
     for B in dict.fromkeys(line.keys["B"] for line in table.rows):
         times: dict[tuple[str, str], list[tuple[float, float]]] = {}

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from bench import markdown, tables
+from bench import markdown, published, tables
 from bench.results import Row
 from bench.runs import Run
 
@@ -71,7 +71,7 @@ def _decode(run: Run) -> str:
         f"One token a step, {env['gpu']}, H = 64, D = 128, float32 states, bfloat16 in and out: "
         f"GPU time, with every state read from memory, and its share of a device copy's rate in "
         f"the same run ({env['copy_tbps']:.2f} TB/s). "
-        f"Run of {env['date']} at commit {env['commit'][:7]}."
+        f"{_which_run(run)}"
     )
     table = markdown.table([name for name, _ in columns], body)
     return "\n\n".join([_wrapped(said), table, _wrapped(_whole_calls(run))])
@@ -104,6 +104,40 @@ def _whole_calls(run: Run) -> str:
     return f"A whole call for one sequence, Python and launch included: {', '.join(parts)}."
 
 
+def _prefill(run: Run) -> str:
+    """The published fixed lengths: GPU time, where it was measured, else whole calls."""
+    (table,) = [t for t in published.load().tables if t.name == f"{run.family}-fixed"]
+    pairs = [
+        (line, row) for line in table.rows if (row := run.gpu_row(table.op, line.case)) is not None
+    ]
+    rows = [row for _, row in pairs]
+    ratios = [tables.ratio(run.ratio(row, "fla")) for row in rows]
+    columns = [
+        *((key, [str(line.keys[key]) for line, _ in pairs]) for key in ("B", "T")),
+        ("cuLA, ms", [tables.milliseconds(row.ours.ms) for row in rows]),
+        ("of floor", [tables.percent(row.share()) for row in rows]),
+        (f"ratio to {run.label('fla')}", ratios),
+        ("published ratio", [tables.ratio(line.speedup) for line, _ in pairs]),
+    ]
+    columns = [column for column in columns if any(cell != "-" for cell in column[1])]
+    body = list(zip(*(cells for _, cells in columns), strict=True))
+    whole = any(row.case.startswith("wrapper ") for row in rows)
+    env = run.env
+    said = (
+        f"Prefill of B sequences of T tokens, {env['gpu']}, H = 64, D = 128, bfloat16 in and out: "
+        f"{'whole calls' if whole else 'GPU time'}; the floor is what the inputs and outputs alone "
+        f"take at a device copy's rate in the same run ({env['copy_tbps']:.2f} TB/s); published is "
+        f"upstream cuLA's ratio on another GPU. {_which_run(run)}"
+    )
+    return "\n\n".join(
+        [_wrapped(said), markdown.table([name for name, _ in columns], body, left=2)]
+    )
+
+
+def _which_run(run: Run) -> str:
+    return f"Run of {run.env['date']} at commit {run.env['commit'][:7]}."
+
+
 def _us(ms: float | None) -> str:
     """Microseconds to three digits or the point."""
     if ms is None:
@@ -116,4 +150,8 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, 118, break_on_hyphens=False)
 
 
-_BLOCKS: dict[str, Callable[[Run], str]] = {"decode": _decode}
+_BLOCKS: dict[str, Callable[[Run], str]] = {
+    "decode": _decode,
+    "kda": _prefill,
+    "lightning": _prefill,
+}

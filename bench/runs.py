@@ -83,6 +83,15 @@ class Run:
         """
         return next((row for row in self.rows if (row.op, row.case) == (op, case)), None)
 
+    def gpu_row(self, op: str, case: str) -> Row | None:
+        """The row that says a case's GPU time, else that of its whole calls, or None.
+
+        Args:
+            op: the call.
+            case: the name of the whole calls' case, "wrapper ...".
+        """
+        return self.row(op, case.replace("wrapper ", "kernel ", 1)) or self.row(op, case)
+
     def group(self, row: Row) -> str:
         """The group of a row: ``OTHER`` for a case that the family has no more."""
         return self.group_of.get((row.op, row.case), OTHER)

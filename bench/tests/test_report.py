@@ -226,6 +226,17 @@ def test_a_block_holds_the_runs_figures_and_nothing_else_changes():
     assert "3.00x" in readme.filled(text, {"decode": decode_run()})
 
 
+def test_a_prefill_block_prefers_gpu_time_and_says_which():
+    text = "<!-- figures: kda -->\n<!-- end of figures -->"
+    filled = readme.filled(text, {"kda": kda_run()})
+    assert line_of(filled, "1", "4096") == ["1", "4096", "0.2500", "50%", "3.00x", "1.39x"]
+    assert "whole calls; the floor" in filled and "| 1 | 512 |" not in filled
+    gpu = [Row(r.op, r.case.replace("wrapper", "kernel"), Measured(ms=0.2)) for r in kda_run().rows]
+    filled = readme.filled(text, {"kda": Run("kda", ENV, [*kda_run().rows, *gpu[:2]])})
+    assert line_of(filled, "1", "4096") == ["1", "4096", "0.2000", "1.39x"]
+    assert "GPU time; the floor" in filled
+
+
 @pytest.mark.parametrize("name", ["nothing", "kda"])
 def test_a_block_without_figures_is_an_error(name):
     with pytest.raises(ValueError, match=f"figures: {name};"):
