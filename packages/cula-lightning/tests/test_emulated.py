@@ -306,3 +306,15 @@ def test_a_second_call_goes_past_the_plan(emulated, monkeypatch) -> None:
             lightning_prefill(**wrong)
     assert_close("o", o, lightning_prefill(**twin, scale=0.5), 4e-3)
     assert_close("state", inputs["state"], twin["state"], STATE_TOLERANCE)
+
+
+def test_inputs_that_could_have_gradients(emulated) -> None:
+    inputs = make_inputs(Case((20,), H=1, HV=1))
+    twin = {n: x.clone() for n, x in inputs.items()}
+    right = lightning_prefill(**twin)
+    for name in ("q", "k", "v", "g_gamma"):
+        inputs[name].requires_grad_()
+    with emulated(), torch.no_grad():
+        o = lightning_prefill(**inputs)
+    assert_close("o", o, right, 4e-3)
+    assert not o.requires_grad

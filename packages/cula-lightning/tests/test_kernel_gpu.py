@@ -116,7 +116,7 @@ def test_many_units() -> None:
 def test_offsets_beyond_int32() -> None:
     """Batch rows and pool slots whose elements lie past 2^31."""
     T, H = 100, 2
-    wide = torch.empty(2, 2**31 // 2 + 4096, dtype=torch.bfloat16, device="cuda")
+    wide = torch.empty(2, 2**31 + 4096, dtype=torch.bfloat16, device="cuda")
     inputs = make_inputs(Case((T, T), H=H, HV=H), "cuda")
     for name in ("q", "k", "v"):
         view = wide[:, : T * H * 128].view(2, T, H, 128)
