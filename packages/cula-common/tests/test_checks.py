@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -143,3 +144,30 @@ def test_needs_grad():
         assert not checks.needs_grad(wants)
     with torch.inference_mode():
         assert not checks.needs_grad(wants)
+    assert not checks.needs_grad(3, "text", [wants])  # the plan's errors are clearer than ours
+
+
+def test_numbers():
+    for number in (1, -0.5, np.float32(2), float("inf")):
+        checks.require_number("scale", number)
+    for other in ("0.5", None, True, 1j, torch.tensor(0.5), [1.0]):
+        with pytest.raises(TypeError) as raised:
+            checks.require_number("scale", other)
+        assert str(raised.value) == f"scale: {type(other).__name__}; must be a number"
+
+
+def test_flags():
+    checks.require_flags()
+    checks.require_flags(update_state=True, use_gate_in_kernel=False)
+    for other in ("no", None, 1, torch.tensor(True)):
+        with pytest.raises(TypeError) as raised:
+            checks.require_flags(a=True, update_state=other)
+        assert str(raised.value) == f"update_state: {type(other).__name__}; must be True or False"
+
+
+def test_elements_in_one_place():
+    x = torch.zeros(3, 4)
+    for fine in (x, x.T, x[:, ::2], x[:1].expand(1, 4), x[:0], x[None].expand(1, 3, 4)):
+        checks.require_own_elements("out", fine)
+    with pytest.raises(ValueError, match=r"^out: strides \[0, 1\]; is written into"):
+        checks.require_own_elements("out", x[:1].expand(3, 4))

@@ -3,6 +3,7 @@
 import timeit
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -81,6 +82,14 @@ def test_every_kind_of_argument_arrives(args):
         assert torch.equal(args.out, -(args.x * 3.0 + 1.0))
         assert args.state.tolist() == [0.5, 0.5]
     assert ran == ["other", "other"]
+
+
+@pytest.mark.parametrize("wrong", [[1.0], (1.0,), {}, np.ones(6), object()], ids=type)
+def test_what_is_no_argument_gets_the_implementations_error(args, wrong):
+    """Not the dispatcher's, which shows the operator's schema in place of the rule."""
+    with pytest.raises((TypeError, AttributeError)) as raised:
+        call(args, x=wrong)
+    assert ran == ["m"] and "cula::" not in str(raised.value)
 
 
 def test_a_dispatch_mode_sees_the_operator(args):

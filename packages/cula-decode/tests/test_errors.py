@@ -49,6 +49,15 @@ BOTH = [
     ("state_indices", lambda x: x[:, None, None], ValueError, "state_indices: shape [3, 1, 1];"),
     ("state_indices", lambda x: x.view(3, 1)[:, :0], ValueError, "state_indices: shape [3, 0];"),
     ("state_indices", lambda x: x.to("meta"), ValueError, "state_indices: device meta;"),
+    ("state_indices", lambda x: x.tolist(), TypeError, "state_indices: list; must be a torch."),
+    ("state_indices", lambda x: 3, TypeError, "state_indices: int; must be a torch.Tensor"),
+    ("state_indices", lambda x: x.numpy(), TypeError, "state_indices: ndarray; must be a torch."),
+    ("q", lambda x: x.float().numpy(), TypeError, "q: ndarray; must be a torch.Tensor"),
+    ("scale", lambda x: "0.5", TypeError, "scale: str; must be a number"),
+    ("scale", lambda x: torch.tensor(0.5), TypeError, "scale: Tensor; must be a number"),
+    ("scale", lambda x: 1j, TypeError, "scale: complex; must be a number"),
+    ("update_state", lambda x: "no", TypeError, "update_state: str; must be True or False"),
+    ("update_state", lambda x: None, TypeError, "update_state: NoneType; must be True or False"),
     (
         "num_accepted_tokens",
         lambda x: torch.ones(3, dtype=torch.int32),
@@ -67,6 +76,19 @@ BOTH = [
         ValueError,
         "token_states: dtype torch.bfloat16; must be float32",
     ),
+    (
+        "token_states",
+        lambda x: torch.zeros(1, T, HV, V, K).expand(B, T, HV, V, K),
+        ValueError,
+        "token_states: strides [0, 512, 128, 16, 1]; is written into",
+    ),
+    (
+        "out",
+        lambda x: torch.zeros(B, T, HV, 1, dtype=torch.bfloat16).expand(B, T, HV, V),
+        ValueError,
+        "out: strides [8, 4, 1, 0]; is written into",
+    ),
+    ("state", lambda x: x[:1].expand(x.shape), ValueError, "state: strides [0, 128, 16, 1]; is"),
     ("out", lambda x: torch.zeros(B, T, H, V), ValueError, "out: shape [3, 2, 2, 8]; must be"),
     ("out", lambda x: torch.zeros(B, T, HV, V), ValueError, "out: dtype torch.float32; must be"),
     ("backend", lambda x: "gpu", ValueError, "backend: 'gpu'; must be one of auto, cute, fla"),
@@ -99,6 +121,15 @@ KDA = [
     ("lower_bound", lambda x: -5.5, ValueError, "lower_bound: -5.5; must be in [-5, 0)"),
     ("lower_bound", lambda x: float("nan"), ValueError, "lower_bound: nan; must be in [-5, 0)"),
     ("allow_neg_eigval", lambda x: True, ValueError, "allow_neg_eigval: True; needs"),
+    *(
+        (flag, lambda x: "no", TypeError, f"{flag}: str; must be True or False")
+        for flag in (
+            "use_gate_in_kernel",
+            "use_qk_l2norm_in_kernel",
+            "use_beta_sigmoid_in_kernel",
+            "allow_neg_eigval",
+        )
+    ),
 ]
 
 
@@ -124,6 +155,8 @@ def test_a_gate_needs_a_parameter():
         (lambda x: x[:3], "g_gamma: shape [3]; must be [HV] = [4]"),
         (lambda x: x.bfloat16(), "g_gamma: dtype torch.bfloat16; must be float32"),
         (lambda x: x[None], "g_gamma: shape [1, 4]"),
+        (lambda x: -x, "g_gamma: largest value 3; must be at most 0"),
+        (lambda x: x * float("nan"), "g_gamma: largest value nan; must be at most 0"),
     ],
 )
 def test_lightning(wrong, message):
@@ -137,6 +170,14 @@ def test_a_pool_smaller_than_the_batch(call):
     x = inputs_of(call.__name__, "one token")
     x["state"] = x["state"][:2]
     refuse(call, x, ValueError, "state: shape [2, 4, 8, 16]; must have a slot for each of the 3")
+
+
+@pytest.mark.parametrize("call", [kda_decode, lightning_decode], ids=lambda c: c.__name__)
+def test_states_that_are_only_read_may_be_one_state(call):
+    x = inputs_of(call.__name__, update_state=False)
+    x["state"] = x["state"][:1].expand(x["state"].shape)
+    one = call(**x)
+    assert torch.equal(call(**{**x, "state": x["state"].contiguous()}), one)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +230,10 @@ RECURRENT = [
     ("lower_bound", lambda x: -6, ValueError, "lower_bound: -6; must be in [-5, 0)"),
     ("backend", lambda x: "cute", NotImplementedError, "backend: 'cute'; cannot run"),
     ("cu_seqlens", lambda x: torch.tensor([0, 2]), ValueError, "cu_seqlens: given with batch"),
+    ("cu_seqlens", lambda x: 3, TypeError, "cu_seqlens: int; must be a torch.Tensor"),
+    ("cu_seqlens", lambda x: torch.tensor(3), ValueError, "cu_seqlens: shape []; must be [N + 1]"),
+    ("A_log", lambda x: [0.0], TypeError, "A_log: list; must be a torch.Tensor"),
+    ("scale", lambda x: "0.5", TypeError, "scale: str; must be a number"),
 ]
 
 

@@ -199,7 +199,10 @@ def test_no_state_is_zero(oracle, given):
         ({"a": torch.zeros(3, 4, 8)}, ValueError, "a: shape"),
         ({"b": torch.zeros(3, 4, 1)}, ValueError, "b: shape"),
         ({"out": torch.zeros(1, 3, 4, 8)}, ValueError, "out: shape"),
-        ({"initial_state_indices": torch.tensor([0])}, ValueError, "state_indices: shape"),
+        ({"initial_state_indices": torch.tensor([0])}, ValueError, "initial_state_indices: shape"),
+        ({"initial_state_indices": [0, 1, 2]}, TypeError, "initial_state_indices: list"),
+        ({"softplus_threshold": None}, TypeError, "softplus_threshold: NoneType; must be"),
+        ({"cu_seqlens": 3}, TypeError, "cu_seqlens: int; must be a torch.Tensor"),
     ],
 )
 def test_what_is_refused(changes, error, message):
@@ -312,6 +315,8 @@ def test_a_larger_pool_without_offsets(oracle):
         ({"s": torch.zeros(6, 8, 32)}, "s: shape [6, 8, 32]; must be [slots * H, V, K]"),
         ({"decay_scales": torch.tensor([0.0, -1.0])}, "decay_scales: smallest value -1.0;"),
         ({"decay_scales": torch.zeros(2).half()}, "decay_scales: dtype torch.float16;"),
+        ({"decay_scales": torch.zeros(3)}, "decay_scales: shape [3]; must be [H] = [2]"),
+        ({"s_offsets": torch.zeros(3, 1).int()}, "s_offsets: shape [3, 1]; must be [N] = [3]"),
         ({"out": torch.zeros(3, 2, 8)}, "out: shape"),
     ],
 )
@@ -319,3 +324,23 @@ def test_what_lightning_refuses(changes, message):
     with pytest.raises(ValueError) as raised:
         upstream.linear_attention_decode(**lightning_inputs() | changes)
     assert str(raised.value).startswith(message)
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+
+def test_a_compiled_lightning_step_has_no_break():
+    torch._dynamo.reset()
+    x, y = lightning_inputs(), lightning_inputs()
+    upstream.linear_attention_decode(**x)
+    torch.compile(upstream.linear_attention_decode, fullgraph=True, backend="aot_eager")(**y)
+    assert same_bits(x["out"], y["out"]) and same_bits(x["s"], y["s"])
+
+
+def test_a_compiled_kda_step_has_no_break():
+    torch._dynamo.reset()
+    x, y = inputs_of(), inputs_of()
+    o = upstream.kda_decode(**x)
+    compiled = torch.compile(upstream.kda_decode, fullgraph=True, backend="aot_eager")
+    assert same_bits(compiled(**y), o)
+    assert same_bits(x["initial_state_source"], y["initial_state_source"])

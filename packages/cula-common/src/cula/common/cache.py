@@ -60,6 +60,9 @@ def fill(packages: list[str], arch: str | None, which: str) -> int:
     if missing := missing_compiler():
         print(missing)
         return 1
+    if absent := [package for package in packages if not _installed(package)]:
+        print(f"{absent[0]}: not installed; packages go by the names {', '.join(PACKAGES)}")
+        return 1
     if arch is None and not torch.cuda.is_available():
         print(f"no GPU here; name one with --arch ({', '.join(KERNEL_ARCHS)})")
         return 1
@@ -86,7 +89,10 @@ def fill(packages: list[str], arch: str | None, which: str) -> int:
 
 
 def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # not even what stands before the dot
+        return False
 
 
 def _current(key: dict) -> bool:
@@ -107,7 +113,9 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("list", help="what is in the cache")
     commands.add_parser("clear", help="delete all entries")
     filling = commands.add_parser("fill", help="compile ahead of time")
-    filling.add_argument("packages", nargs="*", help=f"default: the installed of {PACKAGES}")
+    filling.add_argument(
+        "packages", nargs="*", help=f"default: those installed of {', '.join(PACKAGES)}"
+    )
     filling.add_argument("--arch", choices=KERNEL_ARCHS, help="default: this machine's GPU")
     filling.add_argument("--all", action="store_true", help="also what few callers need")
     args = parser.parse_args(argv)

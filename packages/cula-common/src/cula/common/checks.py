@@ -6,6 +6,7 @@ None of them reads a value from a GPU unless the caller asks for it.
 """
 
 import itertools
+import numbers
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -58,6 +59,39 @@ def require_tensor(
         raise ValueError(f"{arg}: device {x.device}; must be {device}")
 
 
+def require_number(arg: str, x: object) -> None:
+    """Check that ``x`` is a number: a text would be read as one, and a tensor's value on a GPU
+    would have to be waited for.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    ok = isinstance(x, (numbers.Real, torch.SymFloat, torch.SymInt)) and not isinstance(x, bool)
+    require(ok, arg, type(x).__name__, "must be a number", TypeError)
+
+
+def require_flags(**flags: object) -> None:
+    """Check that keywords are True or False: any text is true, "False" too.
+
+    Raises:
+        TypeError: naming the first that is something else.
+    """
+    for arg, x in flags.items():
+        ok = isinstance(x, (bool, torch.SymBool))
+        require(ok, arg, type(x).__name__, "must be True or False", TypeError)
+
+
+def require_own_elements(arg: str, x: torch.Tensor) -> None:
+    """Check that no two elements of ``x``, which a call writes into, share memory by expansion.
+
+    Raises:
+        ValueError: a stride is 0.
+    """
+    shared = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    rule = "is written into, so each element must have a place of its own"
+    require(not shared, arg, f"strides {list(x.stride())}", rule)
+
+
 def require_cu_seqlens(
     cu_seqlens: torch.Tensor,
     *,
@@ -108,9 +142,9 @@ def require_cu_seqlens(
             dtypes=INDEX_DTYPES,
             device=torch.device("cpu"),
         )
-        if _readable(cu_seqlens_cpu):
+        if readable(cu_seqlens_cpu):
             _require_offsets("cu_seqlens_cpu", cu_seqlens_cpu.tolist(), tokens)
-    if _readable(cu_seqlens) and (validate or cu_seqlens.device.type == "cpu"):
+    if readable(cu_seqlens) and (validate or cu_seqlens.device.type == "cpu"):
         _require_offsets("cu_seqlens", cu_seqlens.tolist(), tokens)
     return entries - 1
 
@@ -137,18 +171,21 @@ def require_known_keywords(
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """Tell whether autograd would have to record a call with these arguments."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    # what is no tensor is refused where the plan is made
+    return torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in tensors
+    )
+
+
+def readable(x: torch.Tensor) -> bool:
+    """Tell whether ``x`` holds values now: not while tracing, and not in a fake tensor."""
+    return not is_dynamo_compiling() and type(x) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _fits(given: Sequence[int], wanted: Sequence[int | None]) -> bool:
     return len(given) == len(wanted) and all(
         w is None or g == w for g, w in zip(given, wanted, strict=True)
     )
-
-
-def _readable(x: torch.Tensor) -> bool:
-    """Tell whether ``x`` holds values now: not while tracing, and not in a fake tensor."""
-    return not is_dynamo_compiling() and type(x) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _one_of(dtypes: Collection[torch.dtype]) -> str:

@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from cula.common.checks import require, require_tensor
+from cula.common.checks import require, require_flags, require_number, require_tensor
 from cula.common.recurrence import kda_log_decay
 
 GateForm = Literal["given", "softplus", "bounded", "sigmoid"]
@@ -79,11 +79,11 @@ def kda_gate(
         TypeError: an argument of the wrong kind.
         ValueError: a wrong shape, dtype, device or number; neither A_log nor lower_bound.
     """
+    require_flags(use_gate_in_kernel=use_gate_in_kernel)
     if not use_gate_in_kernel:
         return KdaGate("given")
     if lower_bound is not None:
-        number = isinstance(lower_bound, (int, float)) and not isinstance(lower_bound, bool)
-        require(number, "lower_bound", type(lower_bound).__name__, "must be a number", TypeError)
+        require_number("lower_bound", lower_bound)
         require(-5.0 <= lower_bound < 0.0, "lower_bound", lower_bound, "must be in [-5, 0)")
         lower_bound = float(lower_bound)
     if A_log is not None:
@@ -117,9 +117,13 @@ def beta_form(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> BetaF
     allows negative eigenvalues.
 
     Raises:
+        TypeError: a keyword is not True or False.
         ValueError: ``allow_neg_eigval`` without ``use_beta_sigmoid_in_kernel``, which would not
             do anything.
     """
+    require_flags(
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval
+    )
     require(
         use_beta_sigmoid_in_kernel or not allow_neg_eigval,
         "allow_neg_eigval",

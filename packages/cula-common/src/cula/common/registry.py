@@ -10,11 +10,12 @@ from cula.common.checks import require
 
 _library = torch.library.Library("cula", "FRAGMENT")
 
-# What an eager call may hold to go straight to the implementation. Anything else (fake tensors,
-# tensor subclasses, symbolic sizes, tracing proxies) goes through PyTorch's dispatcher. Containers
-# are nobody's argument; the implementation's error for them is clearer than the dispatcher's.
+# What an eager call may hold to go straight to the implementation. Fake tensors, tensor subclasses,
+# symbolic sizes and tracing proxies go through PyTorch's dispatcher. What is nobody's argument (a
+# list, a NumPy array) does not: the implementation's error for it is clearer than the dispatcher's.
 _SCALARS = (type(None), bool, int, float, str, torch.dtype)
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, *_SCALARS, list, tuple, dict))
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, *_SCALARS))
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def evaluated_while_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,7 +79,12 @@ def register_op(
     plain = _PLAIN.issuperset
 
     def call(*args: Any) -> None:
-        if is_dynamo_compiling() or modes() or transforms() or not plain(map(type, args)):
+        if (
+            is_dynamo_compiling()
+            or modes()
+            or transforms()
+            or (not plain(map(type, args)) and any(map(_dispatched, args)))
+        ):
             op(*args)
         else:
             impl(*args)
@@ -86,6 +92,13 @@ def register_op(
     call.__name__ = call.__qualname__ = name
     call.__doc__ = impl.__doc__
     return call
+
+
+def _dispatched(x: Any) -> bool:
+    """Whether PyTorch's dispatcher has to see a call with such an argument."""
+    if type(x) in _PLAIN:
+        return False
+    return isinstance(x, _SYMBOLS) or hasattr(type(x), "__torch_function__")
 
 
 def _write_nothing(*args: Any, **kwargs: Any) -> None:

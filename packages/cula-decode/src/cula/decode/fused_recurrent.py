@@ -2,7 +2,13 @@
 
 import torch
 
-from cula.common.checks import needs_grad, require, require_known_keywords, require_tensor
+from cula.common.checks import (
+    needs_grad,
+    require,
+    require_cu_seqlens,
+    require_known_keywords,
+    require_tensor,
+)
 from cula.common.layouts import state_shape, to_k_first, to_v_first
 from cula.common.reference import KdaForm, KdaInputs, kda_forward
 from cula.decode.call import States
@@ -54,8 +60,8 @@ def fused_recurrent_kda(
         beta: ``[B, T, HV]``, or ``[B, T, HV, V]``: a step size for every value channel.
         A_log, dt_bias, lower_bound, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
             allow_neg_eigval, cu_seqlens, backend: as for `kda_decode`.
-        initial_state: ``[N, HV, K, V]``, or ``[N, HV, V, K]`` with ``state_v_first``; any floating
-            dtype. Not written.
+        initial_state: ``[N, HV, K, V]``, or ``[N, HV, V, K]`` with ``state_v_first``; float32,
+            bfloat16 or float16. Not written.
         output_final_state: return the final states too.
         transpose_state_layout: FLA's older name of ``state_v_first``.
         ignored: what other versions of FLA take and what has no meaning here (`IGNORED`).
@@ -79,7 +85,9 @@ def fused_recurrent_kda(
         state_v_first = transpose_state_layout
     for arg, x in (("q", q), ("v", v)):
         require_tensor(arg, x, shape=[None] * 4, dims="[B, T, heads, channels]")
-    N = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    N, T = q.shape[:2]
+    if cu_seqlens is not None:
+        N = require_cu_seqlens(cu_seqlens, batch=N, tokens=T, device=q.device)
     shape = state_shape(N, v.shape[2], q.shape[3], v.shape[3], state_v_first)
     if initial_state is not None:
         require_tensor(

@@ -68,7 +68,8 @@ def kda_decode(
         scale: the factor on the output, ``K ** -0.5`` by default.
         use_qk_l2norm_in_kernel: divide q and k by their norms, ``sqrt(sum of squares + 1e-6)``.
         use_beta_sigmoid_in_kernel: beta holds logits. ``allow_neg_eigval`` doubles the sigmoid.
-        out: ``[B, T, HV, V]`` of v's dtype, to write into.
+        out: ``[B, T, HV, V]`` of v's dtype, in any strides, to write into. As ``state`` and
+            ``token_states``, it must not share memory with anything else that the call is given.
         backend: "auto", or "cute", "fla", "reference" to insist. "auto" and the environment
             variable CULA_BACKEND are looked at when a kind of call is first seen.
 
@@ -131,7 +132,8 @@ def lightning_decode(
     Args:
         q, k: ``[B, T, H, K]``, bfloat16, float16 or float32.
         v: ``[B, T, HV, V]`` of q's dtype; value head i reads key head ``i // (HV / H)``.
-        g_gamma: ``[HV]``, float32: log decay per value head (natural logarithm, at most 0).
+        g_gamma: ``[HV]``, float32: log decay per value head (natural logarithm, at most 0; values
+            on a GPU are not looked at).
             `cula.common.recurrence.lightning_log_decay` computes a model layer's.
         state, state_indices, cu_seqlens, num_accepted_tokens, update_state, token_states, scale,
             out, backend: as for `kda_decode`.

@@ -6,7 +6,15 @@ import torch
 
 from cula.common.arch import KERNEL_ARCHS, arch_of, missing_compiler
 from cula.common.backends import choose_backend
-from cula.common.checks import INDEX_DTYPES, require, require_cu_seqlens, require_tensor
+from cula.common.checks import (
+    INDEX_DTYPES,
+    require,
+    require_cu_seqlens,
+    require_flags,
+    require_number,
+    require_own_elements,
+    require_tensor,
+)
 from cula.common.dims import QKV_DTYPES, Dims, dims_of
 from cula.common.gates import beta_form, kda_gate
 from cula.common.layouts import STATE_DTYPES, to_k_first
@@ -62,12 +70,9 @@ def plan_kda(
         K=dims.K,
         device=q.device,
     )
-    form = KdaForm(
-        gate,
-        beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval),
-        use_qk_l2norm_in_kernel,
-        dims.K**-0.5 if scale is None else float(scale),
-    )
+    beta_of = beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    require_flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    form = KdaForm(gate, beta_of, use_qk_l2norm_in_kernel, _scale(scale, dims))
     own = "beta with a value per channel" if per_channel else None
     return _plan(call, dims, form, inputs, states, out, backend, own)
 
@@ -92,8 +97,18 @@ def plan_lightning(
         dtypes=(torch.float32,),
         device=q.device,
     )
-    form = LightningForm(dims.K**-0.5 if scale is None else float(scale))
+    if q.device.type == "cpu":  # a GPU's values are not looked at: that would wait for the GPU
+        largest = g_gamma.max().item()
+        require(largest <= 0, "g_gamma", f"largest value {largest:g}", "must be at most 0")
+    form = LightningForm(_scale(scale, dims))
     return _plan(call, dims, form, inputs, states, out, backend, None)
+
+
+def _scale(scale: float | None, dims: Dims) -> float:
+    if scale is None:
+        return dims.K**-0.5
+    require_number("scale", scale)
+    return float(scale)
 
 
 def _plan(
@@ -112,6 +127,7 @@ def _plan(
         sequences = require_cu_seqlens(
             states.cu_seqlens, batch=dims.B, tokens=dims.T, device=device
         )
+    require_flags(update_state=states.update)
     _require_states(states, dims, sequences, device)
     require_tensor(
         "out",
@@ -121,7 +137,11 @@ def _plan(
         dtypes=(inputs.v.dtype,),
         device=device,
     )
-    missing = own or _no_kernel(dims, states, out, device)
+    state = states.state if states.update else None
+    for arg, x in (("state", state), ("token_states", states.tokens), ("out", out)):
+        if x is not None:
+            require_own_elements(arg, x)
+    missing = own or _no_kernel(dims, states, device)
     fla_missing = fla_fallback.missing(dims, sequences, states)
     chosen = choose_backend(call, backend, device, cute_missing=missing, fla_missing=fla_missing)
     if chosen == "cute":
@@ -194,6 +214,7 @@ def _require_states(states: States, dims: Dims, sequences: int, device: torch.de
 
 
 def _require_indices(states: States, sequences: int, device: torch.device) -> None:
+    require_tensor("state_indices", states.indices)  # before anything asks for its rank
     rank = 2 if states.per_token else 1
     require_tensor(
         "state_indices",
@@ -211,7 +232,7 @@ def _require_indices(states: States, sequences: int, device: torch.device) -> No
     )
 
 
-def _no_kernel(dims: Dims, states: States, out: torch.Tensor, device: torch.device) -> str | None:
+def _no_kernel(dims: Dims, states: States, device: torch.device) -> str | None:
     """Why our kernels cannot run this, or None."""
     if device.type != "cuda":
         return None
@@ -227,7 +248,7 @@ def _no_kernel(dims: Dims, states: States, out: torch.Tensor, device: torch.devi
     ):
         if x is None:
             continue
-        if not (_dense_heads(x) or _dense_heads(to_k_first(x))):
+        if not (_v_first(x) or _v_first(to_k_first(x))):
             return f"{arg}: strides {list(x.stride())}; each head's matrix must be contiguous"
         if x.data_ptr() % 16 or any(s * x.element_size() % 16 for s in x.stride()[:-2]):
             return f"{arg}: its matrices must start at multiples of 16 bytes"
@@ -237,12 +258,9 @@ def _no_kernel(dims: Dims, states: States, out: torch.Tensor, device: torch.devi
     return missing_compiler()
 
 
-def _dense_heads(x: torch.Tensor) -> bool:
-    return x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
-
-
 def _v_first(x: torch.Tensor) -> bool:
-    return _dense_heads(x)
+    """Whether each head's matrix [V, K] lies densely in memory, row by row."""
+    return x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
 
 
 def kernel_config(

@@ -15,7 +15,14 @@ For code written against that package: same arguments and defaults, on `cula.dec
 
 import torch
 
-from cula.common.checks import INDEX_DTYPES, require, require_tensor
+from cula.common.checks import (
+    INDEX_DTYPES,
+    readable,
+    require,
+    require_cu_seqlens,
+    require_number,
+    require_tensor,
+)
 from cula.common.layouts import STATE_DTYPES, to_v_first
 from cula.decode import op
 
@@ -75,6 +82,7 @@ def kda_decode(
         "only 1 is supported",
         NotImplementedError,
     )
+    require_number("softplus_threshold", softplus_threshold)
     require(
         softplus_threshold >= SOFTPLUS_THRESHOLD,
         "softplus_threshold",
@@ -103,13 +111,16 @@ def kda_decode(
     tokens = (q, k, v, a, b, out)
     if cu_seqlens is None and B == 1 and T > 1:  # packed, one token each: no copy
         tokens = tuple(x.transpose(0, 1) for x in tokens)
-    N = tokens[2].shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    N = tokens[2].shape[0]
+    if cu_seqlens is not None:
+        N = require_cu_seqlens(cu_seqlens, batch=B, tokens=T, device=v.device)
     state, indices = initial_state_source, initial_state_indices
+    if indices is not None:
+        _require_slots("initial_state_indices", indices, N, v.device)
     keep = state is not None
     if state is None:
         state = v.new_zeros((N, HV, V, K), dtype=torch.float32)
         if indices is not None:  # a negative one still means no output
-            require_tensor("initial_state_indices", indices, shape=(N,), dtypes=INDEX_DTYPES)
             own = torch.arange(N, dtype=indices.dtype, device=indices.device)
             indices = torch.where(indices < 0, indices, own)
     else:
@@ -230,11 +241,15 @@ def linear_attention_decode(
     for arg, x in (("q", q), ("k", k), ("v", v), ("out", out)):
         require_tensor(arg, x, shape=[None] * 3, dims="[B, H, D]")
     require(q.shape[2] == HEAD_DIM, "HEAD_DIM", HEAD_DIM, f"must be q's last size, {q.shape[2]}")
-    require_tensor("decay_scales", decay_scales, dims="[H]", dtypes=(torch.float32,))
-    if decay_scales.device.type == "cpu" and decay_scales.numel():
+    heads, matrix = v.shape[1], (v.shape[2], q.shape[2])
+    require_tensor(
+        "decay_scales", decay_scales, shape=(heads,), dims="[H]", dtypes=(torch.float32,)
+    )
+    if decay_scales.device.type == "cpu" and heads and readable(decay_scales):
         smallest = decay_scales.min().item()
         require(smallest >= 0, "decay_scales", f"smallest value {smallest}", "must be at least 0")
-    heads, matrix = v.shape[1], (v.shape[2], q.shape[2])
+    if s_offsets is not None:
+        _require_slots("s_offsets", s_offsets, v.shape[0], v.device)
     require_tensor("s", s)
     if s.dim() == 3:
         require_tensor("s", s, shape=(None, *matrix), dims="[slots * H, V, K]")
@@ -254,6 +269,10 @@ def linear_attention_decode(
         scale=softmax_scale,
         out=out.unsqueeze(1),
     )
+
+
+def _require_slots(arg: str, indices: torch.Tensor, N: int, device: torch.device) -> None:
+    require_tensor(arg, indices, shape=(N,), dims="[N]", dtypes=INDEX_DTYPES, device=device)
 
 
 def _tokens_of(
