@@ -139,11 +139,12 @@ def lightning_cases(heads: int = 64, head_dim: int = 128) -> list[LightningCase]
     """
     H, D = heads, head_dim
     cases = []
-    for group, mode, states in (
+    kinds: list[tuple[str, Mode, bool]] = [
         ("kernel", "kernel", False),
         ("wrapper", "wrapper", False),
         ("states", "kernel", True),
-    ):
+    ]
+    for group, mode, states in kinds:
         cases += [
             LightningCase(group, mode, "fixed", B, T, H, H, D, states, quick=(B, T) == (1, 4096))
             for B in BATCHES

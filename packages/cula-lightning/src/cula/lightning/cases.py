@@ -1,7 +1,7 @@
 """Named shapes and inputs of Lightning prefill: one list for tests, compile checks, benchmarks."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -96,7 +96,7 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -
 
 def kernel_config_of(case: Case, sms: int = 132) -> PrefillConfig:
     """What the kernel of a case's call is compiled for, on a GPU of so many multiprocessors."""
-    x = make_inputs(case)
+    x: dict[str, Any] = make_inputs(case)
     return kernel_plan(
         x["q"],
         dims_of(x["q"], x["k"], x["v"]),
@@ -130,7 +130,7 @@ def kernel_configs(which: Literal["common", "all"] = "all", arch: str = KERNEL_A
         {"initial": v_first, "final": v_first, "state_indices": "int32"},
         {"initial": v_first, "final": v_first, "state_indices": "int32", "mask": True},
     ]
-    configs = {
+    configs: dict[object, None] = {
         PrefillConfig(K=128, V=128, warpgroups=groups, io="bf16", varlen=varlen, **form): None
         for varlen in (False, True)
         for groups in (1, 2)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from cula.common import jit
+from cula.common.varlen import VarlenPlan
 from cula.lightning.call import Plan
 from cula.lightning.kernel_plan import KERNEL_ARCH, loadable_states
 from cula.lightning.sm90.config import CHUNK
@@ -81,7 +82,7 @@ def launch_of(
     first_pass, schedule, schedule_args, words = None, None, (), 0
     if chosen.first_pass is not None:
         first_pass = jit.compiled(chosen.first_pass, KERNEL_ARCH)
-    if cu_seqlens is not None:
+    if cu_seqlens is not None and isinstance(shape, VarlenPlan):
         schedule = jit.compiled(shape.config(8 * cu_seqlens.element_size()), KERNEL_ARCH)
         schedule_args, words = shape.launch_args, shape.workspace_words
     launch = Launch(
