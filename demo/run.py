@@ -80,6 +80,8 @@ def run_family(model: ToyModel, clock: Clock, say: Callable[[str], None]) -> Tol
     Returns:
         What became of it.
     """
+    from cula.common.testing import rel_error
+
     sizes = model.sizes
     state = model.new_state()
 
@@ -105,8 +107,8 @@ def run_family(model: ToyModel, clock: Clock, say: Callable[[str], None]) -> Tol
     say(f"check against the float64 recurrence over {sizes.prompt + sizes.new} tokens")
     exact_o, exact_state = model.exact([torch.cat(parts, 1) for parts in zip(*seen, strict=True)])
     generated = torch.cat(outputs[1:], 1)
-    prefill_error = relative_error(outputs[0], exact_o[:, : sizes.prompt])
-    decode_error = relative_error(generated, exact_o[:, sizes.prompt :])
+    prefill_error = rel_error(outputs[0], exact_o[:, : sizes.prompt])
+    decode_error = rel_error(generated, exact_o[:, sizes.prompt :])
 
     say("time both calls")
     prefill = clock.prefill(model, prefill_backend, prompt)
@@ -116,12 +118,6 @@ def run_family(model: ToyModel, clock: Clock, say: Callable[[str], None]) -> Tol
             Step(model.prefill_call, prefill_backend, sizes.prompt, prefill_error, prefill),
             Step(model.decode_call, decode_backend, 1, decode_error, decode),
         ],
-        relative_error(state, exact_state),
+        rel_error(state, exact_state),
         torch.cat(tokens[:-1], 1)[0].tolist(),
     )
-
-
-def relative_error(x: torch.Tensor, ref: torch.Tensor) -> float:
-    """RMS(x - ref) / (RMS(ref) + 1e-8), in float64; nan if there is any."""
-    difference = (x.double() - ref.double()).square().mean().sqrt()
-    return float(difference / (ref.double().square().mean().sqrt() + 1e-8))

@@ -399,7 +399,9 @@ class TestSecondCall:
             ("out", lambda x: x.float(), "out: dtype"),
             ("out", lambda x: x[:1], "out: shape"),
             ("q", lambda x: None, "q: NoneType"),
-            ("scale", lambda x: "wide", "could not convert"),
+            ("scale", lambda x: "wide", "scale: str; must be a number"),
+            ("scale", lambda x: torch.tensor(0.5), "scale: Tensor; must be a number"),
+            ("update_state", lambda x: "no", "update_state: str; must be True or False"),
         ],
     )
     def test_wrong_arguments_are_refused(self, first, name, wrong, message):
