@@ -43,6 +43,8 @@ def third_party(session: nox.Session) -> Path:
     tested with nothing but itself and cula-common beside it, and torch lies on disk once, not seven
     times. ``nox -s wheels`` is the check that starts from nothing.
     """
+    if sys.version_info < (3, 11):
+        session.error("constraints.txt holds versions for Python 3.11 or later; run nox with one")
     home = ROOT / ".nox" / "third-party"
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     python, site = home / "bin" / "python", home / "lib" / version / "site-packages"

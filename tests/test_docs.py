@@ -13,6 +13,7 @@ DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
     *sorted(ROOT.glob("packages/**/*.md")),
     *sorted(ROOT.glob("bench/**/*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
 ]
 
 
