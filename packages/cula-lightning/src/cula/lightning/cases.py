@@ -57,6 +57,7 @@ CASES: dict[str, Case] = {
     "no state": Case((100,), state=None),
     "few heads": Case((2100,), H=1, HV=1),
     "few heads, varlen": Case((40, 2090, 0, 600), H=1, HV=1, varlen=True, checkpoint_interval=256),
+    "few heads, short ones": Case((1000, 1100, 1000), H=1, HV=1, varlen=True),
     "checkpoints": Case((128, 63, 200, 0, 64), varlen=True, checkpoint_interval=64),
 }
 

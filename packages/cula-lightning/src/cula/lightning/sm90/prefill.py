@@ -539,7 +539,7 @@ class LightningPrefill:
         if cutlass.const_expr(self.config.segments == "second"):
             if u.segments > 1:
                 self.join_segments(states, mG, u, value, thread, S)
-            else:
+            elif u.segments == 1:
                 self.load_initial(states, u, value, thread, S)
         else:
             self.load_initial(states, u, value, thread, S)

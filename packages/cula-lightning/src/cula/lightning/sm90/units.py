@@ -5,7 +5,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cula.common.varlen.device import fixed_segment, load4, read_segment, unit_coords
+from cula.common.varlen.device import fixed_segment, load4, read_segment, unit_coords, where
 
 WORDS = 12
 RING = 2  # units that the load warp may be ahead
@@ -17,7 +17,7 @@ class Unit(NamedTuple):
 
     b, first: where its tokens start: row of the batch, token. tokens: how many.
     start: the sequence's first token in the flattened batch.
-    segment, segments: which of the sequence's segments, of how many.
+    segment, segments: which of the sequence's segments, of how many; none: there is no such unit.
     place: where the states of the sequence's segments lie, in order.
     """
 
@@ -34,7 +34,10 @@ class Unit(NamedTuple):
 
 
 def unit_at(unit, work, heads, parts: int, batch, length, chunk: int, segment_chunks) -> Unit:
-    """The unit-th unit; work: the schedule's workspace, or None for equal lengths."""
+    """The unit-th unit; work: the schedule's workspace, or None for equal lengths.
+
+    Beyond the schedule's last row: no tokens, and no segments, so that nothing is done.
+    """
     index, head, part = unit_coords(unit, heads, parts)
     if work is None:
         row = fixed_segment(index, batch, length, chunk, segment_chunks)
@@ -45,7 +48,7 @@ def unit_at(unit, work, heads, parts: int, batch, length, chunk: int, segment_ch
         b = Int32(0)
         first = row.begin
     return Unit(
-        row.sequence,
+        where(row.sequence < 0, 0, row.sequence),
         head,
         part,
         b,
