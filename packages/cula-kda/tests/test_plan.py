@@ -8,8 +8,9 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 
-from cula.kda import fla_fallback, kda_prefill
-from cula.kda.cases import CASES, Case, make_inputs
+from cula.kda import fla_fallback, kda_prefill, kernel_plan
+from cula.kda.cases import CASES, Case, kernel_configs, kernel_configs_of, make_inputs
+from cula.kda.kernel_plan import NOT_VERIFIED, no_kernel
 from cula.kda.plan import _backend as choose
 from cula.kda.plan import plan_prefill
 
@@ -132,6 +133,18 @@ def test_no_device_value_is_needed() -> None:
     assert plan.sequences == 8 and plan.backend == "reference"
 
 
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says it is on a GPU: what the plan looks at."""
+
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+
+def gpu_tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype).as_subclass(OnGpu)
+
+
 @pytest.mark.parametrize("missing", [None, "FLA is not there"])
 def test_backend_on_a_gpu(monkeypatch: pytest.MonkeyPatch, missing: str | None) -> None:
     """What a CUDA device would get, with and without FLA, and why it is not our kernel."""
@@ -139,17 +152,68 @@ def test_backend_on_a_gpu(monkeypatch: pytest.MonkeyPatch, missing: str | None) 
     monkeypatch.delenv("CULA_BACKEND", raising=False)
     dims = plan_of(CASES["one chunk"]).dims
     gpu, call = torch.device("cuda"), f"chunk_kda of this test, {missing}"
-    with pytest.warns(UserWarning, match="no CuTe DSL kernel"):
+    with pytest.warns(UserWarning, match="gradients are needed"):
         backend, reason = choose(call, "auto", gpu, dims, 1, "gradients are needed")
     assert backend == ("reference" if missing else "fla")
-    for part in ("gradients are needed", "no CuTe DSL kernel", missing or ""):
+    for part in ("gradients are needed", missing or ""):
         assert part in reason
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choose(call, "auto", gpu, dims, 1, "gradients are needed")[0] == backend
-    with pytest.raises(NotImplementedError, match="no CuTe DSL kernel"):
-        choose(call, "cute", gpu, dims, 1)
-    assert choose(call, "reference", gpu, dims, 1)[0] == "reference"
+    with pytest.raises(NotImplementedError, match="gradients are needed"):
+        choose(call, "cute", gpu, dims, 1, "gradients are needed")
+    assert choose(call, "cute", gpu, dims, 1, None) == ("cute", "")
+    assert choose(call, "reference", gpu, dims, 1, None)[0] == "reference"
+
+
+def test_kernels_run_for_those_who_insist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU has verified them, so nobody gets them unasked."""
+    monkeypatch.setattr(kernel_plan, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(kernel_plan, "missing_compiler", lambda: None)
+    monkeypatch.delenv("CULA_BACKEND", raising=False)
+    dims = plan_of(CASES["one chunk"]).dims
+    q = gpu_tensor(1, 64, 2, 128)
+    assert no_kernel("cute", q, dims, {}) is None
+    assert no_kernel("auto", q, dims, {}) == NOT_VERIFIED
+    monkeypatch.setenv("CULA_BACKEND", "cute")
+    assert no_kernel("auto", q, dims, {}) is None
+
+
+def test_what_has_no_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_plan, "missing_compiler", lambda: None)
+    dims = plan_of(CASES["one chunk"]).dims
+    q = gpu_tensor(1, 64, 2, 128)
+    monkeypatch.setattr(kernel_plan, "arch_of", lambda device: "sm_80")
+    assert "sm_80" in no_kernel("cute", q, dims, {})
+    monkeypatch.setattr(kernel_plan, "arch_of", lambda device: "sm_90a")
+    assert "float32" in no_kernel("cute", gpu_tensor(1, 2, 2, 128, dtype=torch.float32), dims, {})
+    assert "K = 100" in no_kernel("cute", q, replace(dims, K=100), {})
+    for state in (
+        torch.zeros(2, 2, 128, 256)[..., ::2],
+        torch.zeros(33000)[1:32769].view(1, 2, 128, 128),
+    ):
+        assert "state: strides" in no_kernel("cute", q, dims, {"state": state})
+
+
+def test_workspace_is_bounded_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 1.5 KB a token and value head, and what the plan says is what is taken."""
+    monkeypatch.setattr("cula.kda.plan.choose_backend", lambda *args, **options: "cute")
+    for varlen in (False, True):
+        plan = plan_of(Case((1024, 1000), varlen=varlen) if varlen else Case((1024, 1024)))
+        tokens = plan.dims.B * plan.dims.T
+        assert 1032 * tokens * 2 <= plan.workspace_bytes <= 1536 * tokens * 2
+    monkeypatch.setattr("cula.kda.plan.choose_backend", lambda *args, **options: "reference")
+    assert plan_of(CASES["one chunk"]).workspace_bytes == 0
+
+
+def test_configurations_to_compile() -> None:
+    """All for the one architecture; each case's own among them, each once."""
+    every = kernel_configs("all")
+    assert len(set(every)) == len(every) and set(kernel_configs("common")) <= set(every)
+    assert set(kernel_configs_of(CASES["one chunk"])) <= set(every)
+    assert kernel_configs("all", "sm_80") == ()
+    with pytest.raises(ValueError, match="which"):
+        kernel_configs("some")
 
 
 def test_fla_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,17 @@
 """Named shapes and inputs of KDA prefill: one list for tests, compile checks and benchmarks."""
 
 from dataclasses import dataclass
+from itertools import product
+from typing import Literal
 
 import torch
 
-from cula.common.gates import BetaForm, GateForm
+from cula.common.dims import dims_of
+from cula.common.gates import BetaForm, GateForm, KdaGate
+from cula.common.varlen import schedule_configs
+from cula.kda.kernel_plan import IO_DTYPES, KERNEL_ARCH, KERNEL_DIMS, kernel_plan
+from cula.kda.reference import KdaForm
+from cula.kda.sm90.config import CHUNK, PrepConfig, ScanConfig, States
 
 
 @dataclass(frozen=True)
@@ -127,3 +134,61 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -
         inputs["checkpoints"] = torch.zeros(rows, case.HV, case.V, case.K)
         inputs["checkpoint_interval"] = case.checkpoint_interval
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+
+
+def kernel_configs_of(case: Case) -> tuple[PrepConfig, ScanConfig]:
+    """What the kernels of a case's call are compiled for."""
+    x = make_inputs(case)
+    bias = case.bias and case.gate != "given"
+    form = KdaForm(KdaGate(case.gate, bias, -5.0), case.beta, case.l2norm, 1.0)
+    kernels = kernel_plan(
+        x["q"],
+        x["g"],
+        x["beta"],
+        form,
+        dims_of(x["q"], x["k"], x["v"]),
+        len(case.lengths),
+        initial=x.get("state"),
+        final=x.get("state"),
+        state_indices=x.get("state_indices"),
+        mask="has_initial_state" in x,
+        checkpoints=x.get("checkpoints"),
+        varlen=case.varlen,
+    )
+    return kernels.prep, kernels.scan
+
+
+def kernel_configs(which: Literal["common", "all"] = "all", arch: str = KERNEL_ARCH) -> tuple:
+    """What to compile for a GPU.
+
+    "common": bfloat16, D = 128, float32 states: what serving engines and the FLA-named call use.
+    "all": also what the cases use.
+    """
+    if which not in ("common", "all"):
+        raise ValueError(f"which: {which!r}; must be 'common' or 'all'")
+    if arch != KERNEL_ARCH:
+        return ()
+    v_first, k_first = States("fp32", True), States("fp32", False)
+    forms: list[dict] = [
+        {},
+        {"final": k_first},
+        {"initial": k_first, "final": k_first},
+        {"initial": v_first, "final": v_first},
+        {"initial": v_first, "final": v_first, "state_indices": "int32"},
+        {"initial": v_first, "final": v_first, "state_indices": "int32", "mask": True},
+    ]
+    gates = (("bounded", "bf16", True), ("softplus", "bf16", True), ("given", "fp32", False))
+    betas = (("given", "fp32"), ("sigmoid", "bf16"))
+    configs: dict = {}
+    for varlen in (False, True):
+        for (gate, gate_dtype, bias), (beta, beta_dtype) in product(gates, betas):
+            prep = PrepConfig(128, "bf16", gate, gate_dtype, bias, beta, beta_dtype, True, varlen)
+            configs[prep] = None
+        for form in forms:
+            configs[ScanConfig(128, 128, "bf16", varlen=varlen, **form)] = None
+    configs.update(dict.fromkeys(schedule_configs(CHUNK)))
+    if which == "all":
+        for case in CASES.values():
+            if {case.K, case.V} <= set(KERNEL_DIMS) and case.dtype in IO_DTYPES:
+                configs.update(dict.fromkeys(kernel_configs_of(case)))
+    return tuple(configs)

@@ -11,10 +11,10 @@ from cula.common.gates import beta_form, kda_gate
 from cula.common.layouts import require_state
 from cula.common.pool import require_checkpoints, require_pool
 from cula.kda import fla_fallback
+from cula.kda.kernel_plan import KernelPlan, kernel_plan, no_kernel
 from cula.kda.reference import KdaForm
 
 CHUNK_SIZES = (32, 64)
-NO_KERNEL = "this version has no CuTe DSL kernel for chunked KDA"
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,12 @@ class Plan:
     backend: Backend
     reason: str
     """Why the backend is not our kernel; empty if it is."""
+    kernels: KernelPlan | None = None
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory that our kernels take for this call; about 1 KB a token and value head."""
+        return 0 if self.kernels is None else self.kernels.workspace_bytes
 
     @property
     def empty(self) -> bool:
@@ -107,7 +113,24 @@ def plan_prefill(
         use_qk_l2norm_in_kernel,
         _scale(scale, dims),
     )
-    chosen, reason = _backend("kda_prefill", backend, q.device, dims, sequences)
+    missing = no_kernel(backend, q, dims, {"state": state, "checkpoints": checkpoints})
+    chosen, reason = _backend("kda_prefill", backend, q.device, dims, sequences, missing)
+    kernels = None
+    if chosen == "cute":
+        kernels = kernel_plan(
+            q,
+            g,
+            beta,
+            form,
+            dims,
+            sequences,
+            initial=state,
+            final=state,
+            state_indices=state_indices,
+            mask=has_initial_state is not None,
+            checkpoints=checkpoints,
+            varlen=cu_seqlens is not None,
+        )
     return Plan(
         "kda_prefill",
         dims,
@@ -121,6 +144,7 @@ def plan_prefill(
         checkpoint_interval,
         chosen,
         reason,
+        kernels,
     )
 
 
@@ -145,6 +169,8 @@ def plan_chunk(
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     chunk_size: int = 64,
+    final_state: torch.Tensor | None = None,
+    intermediate_states: bool = False,
     only_fla: str | None = None,
     differentiable: bool = False,
     backend: str = "auto",
@@ -152,6 +178,8 @@ def plan_chunk(
     """The plan of `chunk_kda` with these arguments; raises what the call raises.
 
     Args:
+        final_state: where the kernel is to put the final state, of the call's own making.
+        intermediate_states: whether the states at the start of chunks are wanted.
         only_fla: the keyword, if any, that nothing but FLA can serve on a GPU.
         differentiable: whether gradients are needed.
     """
@@ -190,10 +218,33 @@ def plan_chunk(
         use_qk_l2norm_in_kernel,
         _scale(scale, dims),
     )
-    why = f"{only_fla} is FLA's" if only_fla else "gradients are needed" if differentiable else ""
-    chosen, reason = _backend("chunk_kda", backend, q.device, dims, sequences, why)
+    if only_fla:
+        missing = f"{only_fla} is FLA's"
+    elif differentiable:
+        missing = "gradients are needed"
+    elif intermediate_states:
+        missing = "the kernels keep no intermediate states"
+    else:
+        missing = no_kernel(backend, q, dims, {})
+    chosen, reason = _backend("chunk_kda", backend, q.device, dims, sequences, missing)
     if only_fla and chosen != "fla":
         raise NotImplementedError(f"{only_fla}: given; needs FLA. {reason}")
+    kernels = None
+    if chosen == "cute":
+        initial, final = (
+            x if x is None or state_v_first else x.mT for x in (initial_state, final_state)
+        )
+        kernels = kernel_plan(
+            q,
+            g,
+            beta,
+            form,
+            dims,
+            sequences,
+            initial=initial,
+            final=final,
+            varlen=cu_seqlens is not None,
+        )
     return Plan(
         "chunk_kda",
         dims,
@@ -207,6 +258,7 @@ def plan_chunk(
         None,
         chosen,
         reason,
+        kernels,
     )
 
 
@@ -252,10 +304,9 @@ def _backend(
     device: torch.device,
     dims: Dims,
     sequences: int,
-    also: str = "",
+    cute_missing: str | None,
 ) -> tuple[Backend, str]:
     """The backend, and why it is not our kernel."""
-    cute_missing = "; ".join(part for part in (also, NO_KERNEL) if part)
     fla_missing = fla_fallback.missing(dims, sequences)
     chosen = choose_backend(
         call, requested, device, cute_missing=cute_missing, fla_missing=fla_missing
@@ -266,7 +317,7 @@ def _backend(
         return chosen, f"the tensors are on {device}"
     if chosen == "reference" and fla_missing:
         return chosen, f"{cute_missing}; {fla_missing}"
-    return chosen, cute_missing
+    return chosen, cute_missing or f"backend={requested!r}"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -1,4 +1,8 @@
-"""From a call's arguments to its backend: what the operators of this package run."""
+"""From a call's arguments to its backend: what the operators of this package run.
+
+A call whose plan was our kernels leaves its launch behind under a short key, and the next such call
+goes straight to it (launch.py).
+"""
 
 import torch
 
@@ -7,7 +11,7 @@ from cula.common.layouts import to_k_first, to_v_first
 from cula.common.pool import load_states, store_checkpoints, store_states
 from cula.common.ragged import sequences_of
 from cula.common.registry import register_op
-from cula.kda import fla_fallback, reference
+from cula.kda import fla_fallback, launch, reference
 from cula.kda.plan import Plan, plan_chunk, plan_prefill
 from cula.kda.reference import KdaInputs
 
@@ -36,6 +40,13 @@ def _prefill(
     backend: str,
     validate: bool,
 ) -> None:
+    form = (lower_bound, use_gate_in_kernel, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel)
+    inputs = KdaInputs(q, k, v, g, beta, A_log, dt_bias)
+    pool = launch.Pool(state, state, state_indices, has_initial_state, checkpoints)
+    options = (*form, allow_neg_eigval, checkpoint_interval, backend)
+    key = None if validate else _key("kda_prefill", inputs, pool, cu_seqlens, options)
+    if _again(key, inputs, pool, cu_seqlens, out, scale):
+        return
     plan = plan_prefill(
         q,
         k,
@@ -60,6 +71,19 @@ def _prefill(
         backend=backend,
         validate=validate,
     )
+    if plan.kernels is not None and not plan.empty:
+        launch.run(
+            plan.kernels,
+            key,
+            inputs,
+            pool,
+            cu_seqlens,
+            out,
+            scale=plan.form.scale,
+            interval=checkpoint_interval,
+            lower_bound=lower_bound,
+        )
+        return
     by_fla = plan.backend == "fla" and not plan.empty
     forward = fla_fallback.forward if by_fla else reference.kda_forward
     with torch.no_grad():
@@ -68,7 +92,6 @@ def _prefill(
             initial = to_k_first(
                 load_states(state, state_indices, has_initial_state, sequences=plan.sequences)
             )
-        inputs = KdaInputs(q, k, v, g, beta, A_log, dt_bias)
         result = forward(
             plan.form, inputs, initial, cu_seqlens=cu_seqlens, every=checkpoint_interval
         )
@@ -77,6 +100,49 @@ def _prefill(
             store_states(state, state_indices, to_v_first(result.final))
         if checkpoints is not None and checkpoint_interval is not None:
             store_checkpoints(checkpoints, checkpoint_interval, result.marks)
+
+
+def _key(
+    call: str,
+    inputs: KdaInputs,
+    pool: launch.Pool,
+    cu_seqlens: torch.Tensor | None,
+    options: tuple,
+) -> tuple | None:
+    """What selects the kernels of a call; None where an argument is no tensor, or of too few dimensions."""
+    try:
+        vectors = (inputs.A_log, inputs.dt_bias, pool.state_indices, pool.mask, cu_seqlens)
+        states = (pool.initial, pool.final, pool.checkpoints)
+        return (
+            call,
+            inputs.q.shape,
+            inputs.v.shape,
+            *((x.dtype, x.get_device()) for x in inputs[:5]),
+            *(None if x is None else (x.shape, x.dtype) for x in vectors),
+            *(None if x is None else (x.shape, x.dtype, x.stride(3)) for x in states),
+            *options,
+        )
+    except (AttributeError, IndexError):
+        return None
+
+
+def _again(
+    key: tuple | None,
+    inputs: KdaInputs,
+    pool: launch.Pool,
+    cu_seqlens: torch.Tensor | None,
+    out: torch.Tensor,
+    scale: float | None,
+) -> bool:
+    """Repeats an earlier call's launch; False if there was none, or it does not fit."""
+    known = launch.kept(key)
+    if known is None:
+        return False
+    try:
+        known(inputs, pool, cu_seqlens, out, inputs.q.shape[3] ** -0.5 if scale is None else scale)
+    except (TypeError, ValueError):  # what a compiled function refuses is planned anew
+        return False
+    return True
 
 
 prefill_op = register_op("kda_prefill", _prefill, mutates=("state", "checkpoints", "out"))
@@ -107,6 +173,18 @@ def _chunk(
     final_state: torch.Tensor | None,
     h: torch.Tensor | None,
 ) -> None:
+    inputs = KdaInputs(q, k, v, g, beta, A_log, dt_bias)
+    states = (initial_state, final_state)  # V-first by shape
+    if not state_v_first:
+        states = tuple(x if x is None else x.mT for x in states)
+    pool, key = launch.Pool(*states), None
+    if cu_seqlens_cpu is None and h is None:
+        form = (lower_bound, use_gate_in_kernel, use_qk_l2norm_in_kernel)
+        form = (*form, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate)
+        options = (*form, state_v_first, chunk_size, backend)
+        key = _key("chunk_kda", inputs, pool, cu_seqlens, options)
+        if _again(key, inputs, pool, cu_seqlens, out, scale):
+            return
     plan = plan_chunk(
         q,
         k,
@@ -127,12 +205,27 @@ def _chunk(
         A_log=A_log,
         dt_bias=dt_bias,
         chunk_size=chunk_size,
+        final_state=final_state,
+        intermediate_states=h is not None,
         backend=backend,
     )
+    if plan.kernels is not None and not plan.empty:
+        launch.run(
+            plan.kernels,
+            key,
+            inputs,
+            pool,
+            cu_seqlens,
+            out,
+            scale=plan.form.scale,
+            interval=None,
+            lower_bound=lower_bound,
+        )
+        return
     with torch.no_grad():
         results = _run_chunk(
             plan,
-            KdaInputs(q, k, v, g, beta, A_log, dt_bias),
+            inputs,
             initial_state,
             output_final_state=final_state is not None,
             state_v_first=state_v_first,

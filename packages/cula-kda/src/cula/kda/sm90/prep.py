@@ -240,9 +240,7 @@ class KdaPrep:
                 at = head * c.K + (64 * piece + 2 * lane)
                 bias = [mBias[at], mBias[at + 1]]
             decays, total = decay_products(lambda r: gates.factors(r, words[r], bias))  # noqa: B023
-            ptx.store_shared(
-                me.totals + warp * (4 * c.K) + lane * 8, 256 * piece, total, "f"
-            )
+            ptx.store_shared(me.totals + warp * (4 * c.K) + lane * 8, 256 * piece, total, "f")
             if cutlass.const_expr(piece + 1 < pieces):
                 words = gates.load(piece + 1)
             kb, q = me.normalised(piece)

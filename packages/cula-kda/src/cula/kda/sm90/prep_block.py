@@ -66,7 +66,7 @@ class BlockWarp:
     def clear_past_end(self, valid: Int32, pieces: int) -> None:
         """Zeros the rows of tokens that are not the sequence's."""
         for row in range(BLOCK):
-            gone = (row >= valid)
+            gone = row >= valid
             for base in (self.k, self.q):
                 for piece in range(pieces):
                     ptx.store_shared_if(gone, base + self.lane * 4, piece * PIECE + row * 128, 0)
@@ -91,7 +91,7 @@ class BlockWarp:
                         kk[n] = ptx.multiply_add(kk[n], k, columns, io)
                         qq[n] = ptx.multiply_add(qq[n], q, (q[n], q[n + 2]), io)
         # of rows 8 n + lane / 4, lane % 4 has columns 8 n + 2 (lane % 4) + {0, 1}
-        mine = (self.lane & 3 == self.lane >> 3)
+        mine = self.lane & 3 == self.lane >> 3
         odd = ((self.lane >> 2) & 1) == 1
         place = self.norms + (self.lane >> 2) * 4
         for n in range(2):
@@ -232,11 +232,13 @@ class BlockWarp:
             for j in range(2):
                 low = pair + j
                 column = ((low >> level) << (level + 1)) + (low & (L - 1))
-                there = (u >> level == low >> level)
+                there = u >> level == low >> level
                 place = triangle + column * 64 + row * 4
                 value = scores[level][j] * minus_beta
                 ptx.store_shared_if(there, place, 0, value, "f")
-                ptx.store_shared_half_if(there, self.aqk_place(aqk, row, column), scores[level][2 + j])
+                ptx.store_shared_half_if(
+                    there, self.aqk_place(aqk, row, column), scores[level][2 + j]
+                )
         row = self.lane & 15
         value = ptx.load_shared(self.norms + row * 4, 128, 1, "f")[0]
         ptx.store_shared_half(self.aqk_place(aqk, row, row), 0, value)
@@ -258,7 +260,10 @@ class BlockWarp:
             place = self.fragment(self.tile_back, step % 4)
             b = ptx.load_matrices(place, step // 4 * PIECE + j * ROWS)
             if j < 2:  # block 2 is only ever next to block 3
-                f0, f1 = (ptx.load_shared(factors, j * 2 * self.config.K + step * 32 + 16 * i, 1)[0] for i in range(2))
+                f0, f1 = (
+                    ptx.load_shared(factors, j * 2 * self.config.K + step * 32 + 16 * i, 1)[0]
+                    for i in range(2)
+                )
                 b = [ptx.multiply_halves(x, f) for x, f in zip(b, (f0, f0, f1, f1), strict=True)]
             for n in range(2):
                 a[n] = ptx.multiply_add(a[n], k, (b[n], b[n + 2]))

@@ -84,7 +84,7 @@ class GateReader:
             found = factors_softplus(g, bias, self.rate)
         else:  # without A_log ("sigmoid") the rate is 1
             found = factors_bounded(g, bias, self.rate, self.lower_bound)
-        there = (row < self.valid)
+        there = row < self.valid
         return [math.select(there, x, 1.0) for x in found]
 
 

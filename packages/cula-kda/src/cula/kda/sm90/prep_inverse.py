@@ -34,7 +34,7 @@ def invert_diagonal(warp, triangle: Int32, column: Int32) -> None:
     beta = ptx.load_shared(warp.norms + c * 4, 192, 1, "f")[0]
     cute.arch.sync_warp()
     # lanes 0-15 write X, the others T
-    first = (warp.lane < 16)
+    first = warp.lane < 16
     factor = math.select(first, 1.0, beta)
     place = where(first, triangle, column + warp.warp * (BLOCK * COLUMN_ROW)) + c * 2
     pitch = where(first, INVERSE_ROW, COLUMN_ROW)
@@ -68,10 +68,8 @@ def write_column(warp, triangles: Int32, minus_a: Int32, column: Int32, target: 
             below = _operand(
                 [ptx.multiply_add(zero, operand, b[2 * n : 2 * n + 2]) for n in range(2)]
             )
-        here = (warp.warp == i)
-        blocks.append(
-            [where(here, x, y) for x, y in zip(diagonal, below, strict=True)]
-        )
+        here = warp.warp == i
+        blocks.append([where(here, x, y) for x, y in zip(diagonal, below, strict=True)])
     for i in range(4):
         ptx.store_matrices_transposed(mine, i * BLOCK * COLUMN_ROW, blocks[i])
     cute.arch.sync_warp()

@@ -23,9 +23,7 @@ def _instruction(
 
     early: results are written before all operands have been read.
     """
-    values = [
-        _TYPES[kind][0](x).ir_value() for x, kind in zip(operands, kinds, strict=True)
-    ]
+    values = [_TYPES[kind][0](x).ir_value() for x, kind in zip(operands, kinds, strict=True)]
     types = [_TYPES[kind][1]() for kind in results]
     if len(types) > 1:
         whole = llvm.StructType.get_literal(types)

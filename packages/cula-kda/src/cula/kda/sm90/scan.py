@@ -208,9 +208,7 @@ class KdaScan:
         cute.arch.griddepcontrol_wait()
 
         B, T, heads = mO.shape[0], mO.shape[1], mO.shape[2]
-        index, head, part = unit_coords(
-            Int32(cute.arch.block_idx()[0]), heads, self.config.parts
-        )
+        index, head, part = unit_coords(Int32(cute.arch.block_idx()[0]), heads, self.config.parts)
         if cutlass.const_expr(mWork is None):
             row = fixed_segment(index, B, T, CHUNK, WHOLE)
             b = row.sequence
@@ -327,7 +325,9 @@ class KdaScan:
             if cutlass.const_expr(self.config.varlen):
                 whole = tail == CHUNK
                 if tail < CHUNK:
-                    self.store_rows(shared, mO, unit, unit.first + (chunks - 1) * CHUNK, tail, thread)
+                    self.store_rows(
+                        shared, mO, unit, unit.first + (chunks - 1) * CHUNK, tail, thread
+                    )
             if (thread < 32) & whole:
                 cute.copy(aO, sO[(None, 0)], gO[(None, unit.part, chunks - 1)])
                 cute.arch.cp_async_bulk_commit_group()
@@ -345,9 +345,7 @@ class KdaScan:
         g.barrier()
 
     @cute.jit
-    def store_rows(
-        self, shared, mO: cute.Tensor, unit, first: Int32, tokens: Int32, thread: Int32
-    ):
+    def store_rows(self, shared, mO: cute.Tensor, unit, first: Int32, tokens: Int32, thread: Int32):
         """The rows of a sequence's last chunk, from the buffer: what follows them is another sequence's."""
         piece = thread % 8
         for i in cutlass.range_constexpr(CHUNK // 16):

@@ -121,9 +121,7 @@ class ScanState:
         """New units where they are outgrown, for values of this size."""
         before = [self.units[2 + i] for i in range(2)]
         over = [x * self.units[i] > Float32(GROWTH) for i, x in enumerate(largest)]
-        self._set_units(
-            [math.select(over[i], largest[i], before[i]) for i in range(2)]
-        )
+        self._set_units([math.select(over[i], largest[i], before[i]) for i in range(2)])
         self.S_times([self.units[i] * before[i] for i in range(2)])
 
     def _set_units(self, largest):

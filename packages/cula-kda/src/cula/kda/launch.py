@@ -1,0 +1,183 @@
+"""Our kernels' launches: what a kind of call needs is found once and kept.
+
+The key of a kept launch holds what selects the kernels and what nobody else checks; that all other
+sizes, dtypes, strides and alignments fit, the compiled functions see by themselves, and a call that
+they refuse is planned anew.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from cula.common import jit
+from cula.kda.kernel_plan import KERNEL_ARCH, KernelPlan, loadable_states
+from cula.kda.reference import KdaInputs
+from cula.kda.sm90.config import CHUNK
+
+MAX_LAUNCHES = 4096  # one for each kind of call and batch size
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A call's states and how sequences find theirs; V-first by shape."""
+
+    initial: torch.Tensor | None = None
+    final: torch.Tensor | None = None
+    state_indices: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    checkpoints: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Everything about a kind of call but its tensors and scale."""
+
+    prep: Callable[..., None]
+    scan: Callable[..., None]
+    schedule: Callable[..., None] | None
+    plan: KernelPlan
+    interval: int
+    lower_bound: float
+
+    def __call__(
+        self,
+        inputs: KdaInputs,
+        pool: Pool,
+        cu_seqlens: torch.Tensor | None,
+        out: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """Launches on the current stream."""
+        plan, device = self.plan, inputs.q.device
+        work, chunks_at = None, 0
+        if self.schedule is not None and plan.schedule is not None:
+            varlen = plan.schedule
+            work = torch.empty(varlen.workspace_words, dtype=torch.int32, device=device)
+            self.schedule(cu_seqlens, work, *varlen.launch_args)
+            chunks_at = varlen.chunks_at
+        records = torch.empty(plan.record_words, dtype=torch.int32, device=device)
+        self.prep(
+            inputs.q,
+            inputs.k,
+            inputs.g,
+            inputs.beta,
+            inputs.A_log if plan.prep.gate in ("softplus", "bounded") else None,
+            inputs.dt_bias if plan.prep.bias else None,
+            work,
+            records,
+            scale,
+            self.lower_bound,
+            chunks_at,
+            plan.chunks,
+        )
+        self.scan(
+            inputs.v,
+            records,
+            pool.initial,
+            pool.final,
+            pool.state_indices,
+            None if pool.mask is None else pool.mask.view(torch.uint8),
+            pool.checkpoints,
+            work,
+            out,
+            self.interval,
+            plan.units,
+        )
+
+
+_launches: dict[tuple, Callable[..., None]] = {}
+
+
+def kept(key: tuple | None) -> Callable[..., None] | None:
+    """The launch of an earlier call of this kind."""
+    return None if key is None else _launches.get(key)
+
+
+def launch_of(
+    plan: KernelPlan,
+    device: torch.device,
+    cu_seqlens: torch.Tensor | None,
+    interval: int | None,
+    lower_bound: float | None,
+) -> Callable[..., None]:
+    """The launch of a plan, compiled if need be."""
+    schedule = None
+    if plan.schedule is not None and cu_seqlens is not None:
+        config = plan.schedule.config(8 * cu_seqlens.element_size())
+        schedule = jit.compiled(config, KERNEL_ARCH)
+    prep, scan = (jit.compiled(config, KERNEL_ARCH) for config in (plan.prep, plan.scan))
+    launch = Launch(prep, scan, schedule, plan, interval or CHUNK, lower_bound or 0.0)
+    return _on_device(launch, device) if torch.cuda.device_count() > 1 else launch
+
+
+def _on_device(function: Callable[..., None], device: torch.device) -> Callable[..., None]:
+    def launch(*args):
+        with torch.cuda.device(device):
+            function(*args)
+
+    return launch
+
+
+def run(
+    plan: KernelPlan,
+    key: tuple | None,
+    inputs: KdaInputs,
+    pool: Pool,
+    cu_seqlens: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    interval: int | None,
+    lower_bound: float | None,
+) -> None:
+    """Runs a planned call. Its launch is kept under `key` if no argument had to be copied."""
+    launch = launch_of(plan, inputs.q.device, cu_seqlens, interval, lower_bound)
+    used = KdaInputs(
+        _loadable(inputs.q),
+        _loadable(inputs.k),
+        _loadable(inputs.v),
+        _loadable(inputs.g),
+        inputs.beta,
+        _numbers(inputs.A_log),
+        _numbers(inputs.dt_bias),
+    )
+    initial = pool.initial
+    if initial is not None and initial is not pool.final and not loadable_states(initial):
+        initial = initial.clone(memory_format=torch.contiguous_format)
+    near = Pool(
+        initial,
+        pool.final,
+        _contiguous(pool.state_indices),
+        _contiguous(pool.mask),
+        pool.checkpoints,
+    )
+    bounds, target = _contiguous(cu_seqlens), _loadable(out)
+    launch(used, near, bounds, target, scale)
+    if target is not out:
+        out.copy_(target)
+    given = (*inputs, pool.initial, pool.state_indices, pool.mask, cu_seqlens, out)
+    taken = (*used, near.initial, near.state_indices, near.mask, bounds, target)
+    if key is not None and all(a is b for a, b in zip(given, taken, strict=True)):
+        if len(_launches) >= MAX_LAUNCHES:
+            _launches.clear()
+        _launches[key] = launch
+
+
+def _loadable(x: torch.Tensor) -> torch.Tensor:
+    """x [B, T, heads, channels], or a copy where the kernels cannot read it as it lies."""
+    aligned = x.data_ptr() % 16 == 0 and all(s % 8 == 0 and s > 0 for s in x.stride()[:3])
+    if aligned and x.stride(3) == 1:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _numbers(x: torch.Tensor | None) -> torch.Tensor | None:
+    """A gate's parameters as the kernels take them: float32, in one dimension."""
+    if x is None or (x.dtype == torch.float32 and x.dim() == 1):
+        return x
+    return x.float().flatten()
