@@ -61,9 +61,10 @@ def inside_fla() -> bool:
     return bool(_running.get())
 
 
-def has_dispatch(function: Callable[..., Any]) -> bool:
-    """Tell whether FLA asks other packages' backends before it runs this function of its own."""
-    return any(_home(layer) in _DISPATCHERS for layer in _layers(function))
+def dispatcher_of(function: Callable[..., Any]) -> str | None:
+    """Name the module whose dispatch FLA has put in front of this function of its own, if any."""
+    homes = (_home(layer) for layer in _layers(function))
+    return next((home for home in homes if home in _DISPATCHERS), None)
 
 
 @functools.cache

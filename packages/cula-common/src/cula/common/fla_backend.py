@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from cula.common.fla import fla_missing, has_dispatch, inside_fla
+from cula.common.fla import dispatcher_of, fla_missing, inside_fla
 
 MAX_KINDS = 4096  # of accepted calls that an adapter remembers
 PRIORITY = 1  # FLA asks lower ones first; its own backends have 3 and more
@@ -126,7 +126,7 @@ class Takeover:
             function = _find(adapter.path)
             if function is None:
                 continue
-            if has_dispatch(function):
+            if dispatcher_of(function) is not None:
                 _register(self.package, adapter, function)
                 self.hooked.append(adapter.path)
             else:
@@ -137,7 +137,7 @@ class Takeover:
         if not self.without_hook:
             return
         names = ", ".join(adapter.path for adapter in self.without_hook)
-        why = "the installed FLA has no hook for it"
+        why = "the installed FLA has no hook there"
         if os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
             why = "FLA_DISABLE_BACKEND_DISPATCH=1 keeps FLA from asking anybody"
         warnings.warn(
@@ -251,10 +251,9 @@ def _register(package: str, adapter: Adapter, function: Callable[..., Any]) -> N
         adapter.name: run,
         f"{adapter.name}_verifier": verifier,
     }
-    try:
-        home = importlib.import_module("fla.backends")
-    except ModuleNotFoundError:
-        _register_before_0_6(adapter, members)
+    home = importlib.import_module(dispatcher_of(function))
+    if not hasattr(home, "register"):
+        _register_before_0_6(home, adapter, members)
         return
     backend = type("CulaBackend", (home.BaseBackend,), members)
     try:
@@ -263,8 +262,7 @@ def _register(package: str, adapter: Adapter, function: Callable[..., Any]) -> N
         home.register(adapter.operation)(backend)
 
 
-def _register_before_0_6(adapter: Adapter, members: dict[str, Any]) -> None:
-    home = importlib.import_module("fla.ops.backends")
+def _register_before_0_6(home: Any, adapter: Adapter, members: dict[str, Any]) -> None:
     backend = type("CulaBackend", (home.BaseBackend,), members)
     # A registry is made when its operation is first called, and would then replace ours.
     home.BackendRegistry.ensure_initialized(adapter.operation)
