@@ -98,11 +98,10 @@ def test_kernel_equals_the_reference(emulated, name) -> None:
     case = CASES[name]
     inputs = make_inputs(case)
     before = inputs["state"].clone() if case.state else None
-    sms = 132 if name.startswith("few") else SMALL_GPU
-    seen = check(emulated, inputs, sms, case.magnitude)
-    config = kernel_config_of(case, sms)
+    seen = check(emulated, inputs, unit=case.magnitude)
+    config = kernel_config_of(case, SMALL_GPU)
     assert seen.configs[-1] == config
-    assert (config.segments is not None) == name.startswith("few")
+    assert (config.segments is not None) == (case.segment_tokens is not None)
     assert len(seen.launches) == 1 + case.varlen + (config.segments is not None)
     if case.state:
         named = set(inputs["state_indices"].tolist())

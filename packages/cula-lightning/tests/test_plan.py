@@ -178,7 +178,9 @@ def test_a_head_is_halved_where_whole_ones_leave_half_of_the_gpu_idle() -> None:
         assert kernel.config.parts * kernel.config.warpgroups == kernel.config.V // 64
 
 
-def test_few_heads_are_cut_along_time() -> None:
+def test_few_heads_are_cut_along_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernel_of(T=32768, H=8).config.segments is None
+    monkeypatch.setattr(kernels, "CUT_UNASKED", True)
     for H, segments, chunks in ((1, 32, 16), (4, 16, 32), (8, 8, 64), (16, 4, 128), (22, 3, 171)):
         kernel = kernel_of(T=32768, H=H)
         assert kernel.config.segments == "second" and kernel.config.warpgroups == 1

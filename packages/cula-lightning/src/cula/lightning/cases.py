@@ -32,6 +32,7 @@ class Case:
     state: torch.dtype | None = torch.float32
     index_dtype: torch.dtype = torch.int32
     checkpoint_interval: int | None = None
+    segment_tokens: int | None = None
 
 
 CASES: dict[str, Case] = {
@@ -55,9 +56,11 @@ CASES: dict[str, Case] = {
     "huge values": Case((70,), magnitude=1e5),
     "bf16 pool": Case((100, 64), varlen=True, state=torch.bfloat16),
     "no state": Case((100,), state=None),
-    "few heads": Case((2100,), H=1, HV=1),
-    "few heads, varlen": Case((40, 2090, 0, 600), H=1, HV=1, varlen=True, checkpoint_interval=256),
-    "few heads, short ones": Case((1000, 1100, 1000), H=1, HV=1, varlen=True),
+    "segments": Case((300,), H=1, HV=1, segment_tokens=128),
+    "segments, varlen": Case(
+        (40, 290, 0, 129), H=1, HV=2, varlen=True, checkpoint_interval=64, segment_tokens=128
+    ),
+    "segments, short ones": Case((70, 60, 65), H=2, HV=2, varlen=True, segment_tokens=64),
     "checkpoints": Case((128, 63, 200, 0, 64), varlen=True, checkpoint_interval=64),
 }
 
@@ -92,6 +95,8 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -
         rows = B * T // case.checkpoint_interval
         inputs["checkpoints"] = torch.zeros(rows, case.HV, case.V, case.K)
         inputs["checkpoint_interval"] = case.checkpoint_interval
+    if case.segment_tokens is not None:
+        inputs["segment_tokens"] = case.segment_tokens
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
 
 
@@ -108,6 +113,7 @@ def kernel_config_of(case: Case, sms: int = 132) -> PrefillConfig:
         mask="has_initial_state" in x,
         checkpoints=x.get("checkpoints"),
         varlen=case.varlen,
+        segment_tokens=case.segment_tokens,
         sms=sms,
     ).config
 

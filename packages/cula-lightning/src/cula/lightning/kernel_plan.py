@@ -25,6 +25,10 @@ MIN_SEGMENT = 16
 """Chunks of the shortest segment: what one saves there pays for its state's way through memory."""
 
 
+CUT_UNASKED = False
+"""Whether sequences are cut without `segment_tokens`: not before that has run on a GPU."""
+
+
 @dataclass(frozen=True)
 class KernelPlan:
     """The kernel of a call, and how its work is shared out.
@@ -69,7 +73,7 @@ def kernel_plan(
     """
     heads = sequences * dims.HV
     if segment_tokens is None:
-        segment_chunks = _segment_chunks(dims, sequences, varlen, sms)
+        segment_chunks = suitable_segment(dims, sequences, varlen, sms) if CUT_UNASKED else 0
     else:
         segment_chunks = segment_tokens // CHUNK if segment_tokens < dims.T else 0
     # A block with two warpgroups loads a head's q and k once; with one, twice as many blocks share
@@ -97,8 +101,8 @@ def kernel_plan(
     return KernelPlan(config, shape, min(shape.max_units, sms))
 
 
-def _segment_chunks(dims: Dims, sequences: int, varlen: bool, sms: int) -> int:
-    """Chunks a segment; 0: sequences stay whole.
+def suitable_segment(dims: Dims, sequences: int, varlen: bool, sms: int) -> int:
+    """Chunks a segment that suit a call; 0: sequences had better stay whole.
 
     Two passes read k and v twice, so they pay where one would use a third of the GPU or less.
     """
