@@ -91,6 +91,8 @@ def our_call(
     options = {"out": out, "scale": SCALE, **options}
     if inputs.cu_seqlens is not None:
         options["cu_seqlens"] = inputs.cu_seqlens
+    if inputs.case.segment is not None:
+        options["segment_tokens"] = inputs.case.segment
     if state is not None:
         options["state"] = state
         if inputs.initial is None:

@@ -37,6 +37,7 @@ class LightningCase:
         H: key heads.
         HV: value heads.
         D: head dimension, K = V.
+        segment: tokens a segment, where the call asks for sequences to be cut along time.
         states: initial and final states; packed sequences keep a final one in any case.
         quick: part of ``--quick``.
     """
@@ -50,6 +51,7 @@ class LightningCase:
     HV: int = 64
     D: int = 128
     states: bool = False
+    segment: int | None = None
     quick: bool = False
 
     @property
@@ -64,7 +66,7 @@ class LightningCase:
 
     @property
     def name(self) -> str:
-        """Mode and shape; HV and states only where they are not the usual ones."""
+        """Mode and shape; HV, states and segment only where they are not the usual ones."""
         parts = [self.mode, *([f"{self.layout} N={self.B}"] if self.packed else [f"B={self.B}"])]
         parts += [f"T={self.T}", f"H={self.H}"]
         if self.HV != self.H:
@@ -72,6 +74,8 @@ class LightningCase:
         parts.append(f"D={self.D}")
         if self.states:
             parts.append("h0_ht")
+        if self.segment is not None:
+            parts.append(f"segment={self.segment}")
         return " ".join(parts)
 
     @property
@@ -146,14 +150,19 @@ def lightning_cases(heads: int = 64, head_dim: int = 128) -> list[LightningCase]
     ]
     for group, mode, states in kinds:
         cases += [
-            LightningCase(group, mode, "fixed", B, T, H, H, D, states, quick=(B, T) == (1, 4096))
+            LightningCase(
+                group, mode, "fixed", B, T, H, H, D, states=states, quick=(B, T) == (1, 4096)
+            )
             for B in BATCHES
             for T in LENGTHS
         ]
     cases += [
-        LightningCase("few", "kernel", "fixed", 1, 32768, few, few, D, quick=few == 8)
+        LightningCase(
+            "few", "kernel", "fixed", 1, 32768, few, few, D, segment=segment, quick=few == 8
+        )
         for few in (4, 8, 16)
         if few != H
+        for segment in (None, 512 * few)
     ]
     if (H, D) == (64, 128):
         cases += [LightningCase("shapes", "kernel", "fixed", B, 8192, 64, 64, 64) for B in BATCHES]
