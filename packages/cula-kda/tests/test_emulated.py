@@ -27,8 +27,8 @@ from cula.kda.sm90.config import CHUNK  # noqa: E402
 
 ARCH = "sm_90a"
 TOLERANCE = 5e-3
-# Correlated keys with steps of up to 2 amplify every rounding.
-AMPLIFYING = {"repeated keys, beta 2": 2e-2, "beta to 2": 1e-2, "repeated keys": 1e-2}
+# Steps of 2 along one direction amplify every rounding (test_roundings.py has the bare algorithm).
+AMPLIFYING = {"repeated keys, beta 2": 4e-2, "beta to 2": 1e-2, "repeated keys": 1e-2}
 kernels = {}
 
 

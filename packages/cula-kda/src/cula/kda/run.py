@@ -109,7 +109,7 @@ def _key(
     cu_seqlens: torch.Tensor | None,
     options: tuple,
 ) -> tuple | None:
-    """What selects the kernels of a call; None where an argument is no tensor, or of too few dimensions."""
+    """What selects the kernels of a call; None where an argument is no tensor of its rank."""
     try:
         vectors = (inputs.A_log, inputs.dt_bias, pool.state_indices, pool.mask, cu_seqlens)
         states = (pool.initial, pool.final, pool.checkpoints)

@@ -1,4 +1,7 @@
-"""What is known of the prefill kernels when they are compiled. No import of cutlass: a cached kernel needs none."""
+"""What is known of the prefill kernels when they are compiled.
+
+No import of cutlass: a cached kernel needs none.
+"""
 
 from dataclasses import dataclass
 
@@ -65,7 +68,7 @@ class Record:
 
 @dataclass(frozen=True)
 class States:
-    """States in memory: dtype ("fp32", "bf16") and whether a value channel's K channels are neighbours (V-first)."""
+    """States in memory: dtype ("fp32", "bf16"); V-first: a value channel's K channels are neighbours."""
 
     dtype: str
     v_first: bool

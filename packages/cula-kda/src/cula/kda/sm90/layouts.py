@@ -49,7 +49,7 @@ class Product:
         return self.adding.make_fragment_B(self.adding.get_slice(thread).partition_B(tensor))
 
     def registers(self, accumulator):
-        """Registers of an A that was an accumulator: (in the order of A, in that of the accumulator).
+        """Registers of an A that was an accumulator: in the order of A, and in the accumulator's.
 
         A 64 x n accumulator rounded to 16 bits already lies as A does.
         """

@@ -54,7 +54,10 @@ class KdaPrep:
 
     # ------------------------------------------------------------------ host
     def fake_args(self) -> tuple:
-        """Stand-ins for the arguments of `__call__`. A size that two of them share is one symbol: the call checks it."""
+        """Stand-ins for the arguments of `__call__`.
+
+        A size that two of them share is one symbol: the call checks it.
+        """
         c = self.config
         B, T, H, HV = (cute.sym_int() for _ in range(4))
 
@@ -222,7 +225,7 @@ class KdaPrep:
                 + Int64(first + 16 * warp + token) * Int64(mBeta.stride[1])
                 + Int64(head) * Int64(mBeta.stride[2])
             )
-            given = Float32(cute.arch.load(mBeta.iterator + at, mBeta.element_type))
+            given = Float32(cute.make_tensor(mBeta.iterator + at, cute.make_layout(1))[0])
             beta = step_size(c.beta, given)
         me.write_beta(beta)
 
@@ -309,7 +312,10 @@ class KdaPrep:
         head: Int32,
         expect: cutlass.Constexpr,
     ):
-        """Starts a tile's load; the first announces the bytes of both. Past the tensor's end TMA fills in zeros."""
+        """Starts a tile's load; the first announces the bytes of both.
+
+        Past the tensor's end TMA fills in zeros.
+        """
         if cutlass.const_expr(expect):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * self.record.rows)

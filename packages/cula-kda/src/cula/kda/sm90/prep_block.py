@@ -167,7 +167,10 @@ class BlockWarp:
 
     # ---------------------------------------------------------------- operands of the scan
     def place(self, step: int):
-        """Within a tile's rows of this warp: the step-th 16-byte unit of this lane; always of the same 8 channels."""
+        """Within a tile's rows of this warp: the step-th 16-byte unit of this lane.
+
+        All are of the same 8 channels.
+        """
         units = self.config.K // 8
         together = 32 // units  # rows
         row, unit = self.lane // units, self.lane % units

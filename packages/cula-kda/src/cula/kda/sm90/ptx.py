@@ -105,7 +105,7 @@ def store_global(address, offset: int, words) -> None:
 
 
 def copy_to_shared(shared, source, size: int, barrier) -> None:
-    """An asynchronous copy of `size` bytes to shared memory, by one thread; completes on `barrier`."""
+    """Starts a copy of `size` bytes to shared memory, by one thread; completes on `barrier`."""
     text = (
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
         f"[$0], [$1], {size}, [$2];"

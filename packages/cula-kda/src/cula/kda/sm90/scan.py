@@ -57,7 +57,10 @@ class KdaScan:
 
     # ------------------------------------------------------------------ host
     def fake_args(self) -> tuple:
-        """Stand-ins for the arguments of `__call__`. A size that two of them share is one symbol: the call checks it."""
+        """Stand-ins for the arguments of `__call__`.
+
+        A size that two of them share is one symbol: the call checks it.
+        """
         c = self.config
         B, T, HV = (cute.sym_int() for _ in range(3))
 
@@ -346,7 +349,7 @@ class KdaScan:
 
     @cute.jit
     def store_rows(self, shared, mO: cute.Tensor, unit, first: Int32, tokens: Int32, thread: Int32):
-        """The rows of a sequence's last chunk, from the buffer: what follows them is another sequence's."""
+        """The rows of a sequence's last chunk: what follows them is another sequence's."""
         piece = thread % 8
         for i in cutlass.range_constexpr(CHUNK // 16):
             row = thread // 8 + 16 * i
@@ -416,7 +419,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Barriers, decays, and the tiles (last mode: stage). starts: addresses of kg, qg, kr, t, aqk."""
+    """Barriers, decays, and the tiles (last mode: stage).
+
+    starts: addresses of kg, qg, kr, t, aqk.
+    """
 
     full: cute.Pointer
     empty: cute.Pointer

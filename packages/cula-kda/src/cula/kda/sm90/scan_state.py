@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warp
 
 from cula.common.cute import math
 from cula.common.varlen.device import where
@@ -89,7 +89,7 @@ class ScanState:
         raw.store(kept.load().to(raw.element_type))
 
     def largest(self, values) -> list:
-        """The largest magnitude in each of the thread's two rows; the same in all lanes of a row."""
+        """The largest magnitude in each of the thread's two rows, of all lanes of a row."""
         found = [Float32(0.0), Float32(0.0)]
         for x in range(cute.size(values)):
             value = values[x]
@@ -125,7 +125,7 @@ class ScanState:
         self.S_times([self.units[i] * before[i] for i in range(2)])
 
     def _set_units(self, largest):
-        """The powers of two at or below the values, and their inverses; both stay normal numbers."""
+        """The powers of two at or below the values, and their inverses; both stay normal."""
         for i, x in enumerate(largest):
             exponent = (x.bitcast(Int32) >> 23) & 255
             exponent = where(exponent < 1, 1, where(exponent > 253, 253, exponent))

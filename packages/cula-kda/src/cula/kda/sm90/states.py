@@ -54,7 +54,7 @@ class HeadState:
                 S[x], S[x + 1] = vector.load_floats(place, self.pointer.dtype, 2)
             else:
                 for j in range(2):
-                    S[x + j] = Float32(cute.arch.load(place + j * self.column, self.pointer.dtype))
+                    S[x + j] = Float32(_one(place + j * self.column)[0])
 
     def store(self, S, factors) -> None:
         """Stores S times a factor for each i."""
@@ -65,7 +65,7 @@ class HeadState:
                 vector.store_floats(place, self.pointer.dtype, pair)
             else:
                 for j in range(2):
-                    cute.arch.store(place + j * self.column, self.pointer.dtype(pair[j]))
+                    _one(place + j * self.column)[0] = self.pointer.dtype(pair[j])
 
     def _pairs(self):
         for block in range(self.key_dim // 8):
@@ -74,8 +74,16 @@ class HeadState:
                 yield 4 * block + 2 * i, self.pointer + step
 
 
+def _one(place):
+    """A single element; CuTe DSL's own load of one knows no 16-bit numbers."""
+    return cute.make_tensor(place, cute.make_layout(1))
+
+
 def head_state(states, slot, head, value, thread, key_dim: int, v_first: bool) -> HeadState:
-    """states: (slots, HV, V, K) by shape, slots and heads any stride apart; value: the first channel."""
+    """states: (slots, HV, V, K) by shape, slots and heads any stride apart.
+
+    value: the first channel.
+    """
     inner = states.shape[3] if v_first else states.shape[2]
     row, column = (inner, 1) if v_first else (1, inner)
     offset = (
