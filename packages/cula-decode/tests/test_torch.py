@@ -126,6 +126,18 @@ def test_fake_tensors_pass_through():
             assert o.shape == real["v"].shape and o.dtype == real["v"].dtype
 
 
+@EACH
+def test_tensors_of_the_meta_device_have_shapes_alone(name):
+    real, x = inputs_of(name), make_inputs(dataclasses.replace(CASES[name], K=16, V=8), "meta")
+    for found, want in zip(run(name, x), run(name, real), strict=True):
+        assert (found is None) == (want is None)
+        assert found is None or (found.is_meta and found.shape == want.shape)
+        assert found is None or found.dtype == want.dtype
+    x["v"] = x["v"][:, :, :1]
+    with pytest.raises(ValueError):
+        call_of(name)(**x)
+
+
 @pytest.mark.parametrize(
     ("name", "op"), [("kda: verify", "kda_decode"), ("lightning: verify", "lightning_decode")]
 )
