@@ -1,7 +1,8 @@
 """The kernels' algorithm with their roundings, in plain PyTorch: is it accurate enough at all?
 
 One head, one sequence, whole chunks of 64 tokens. What is rounded, and to what, is what the
-kernels' DESIGN.md says; everything else is float64. The emulated tests hold the kernels to the recurrence.
+kernels' DESIGN.md says; everything else is float64. Whether the kernels do that is for the
+emulated tests.
 """
 
 import pytest

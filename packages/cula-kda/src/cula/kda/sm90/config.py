@@ -68,7 +68,7 @@ class Record:
 
 @dataclass(frozen=True)
 class States:
-    """States in memory: dtype ("fp32", "bf16"); V-first: a value channel's K channels are neighbours."""
+    """States in memory: dtype, "fp32" or "bf16"; V-first: K channels are neighbours."""
 
     dtype: str
     v_first: bool

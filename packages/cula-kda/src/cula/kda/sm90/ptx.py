@@ -19,7 +19,7 @@ _TYPES = {
 def _instruction(
     text: str, results: str, operands, kinds: str, *, effects: bool, early: bool = False
 ):
-    """Emits `text`; results and kinds give each register's kind: f, r (32-bit word), l or b (predicate).
+    """Emits `text`. Kinds of registers: f, r (32-bit word), l or b (predicate).
 
     early: results are written before all operands have been read.
     """
