@@ -20,7 +20,7 @@ pytest.importorskip("tvm_ffi")
 from cula.common import checks  # noqa: E402
 from cula.common.jit import compile_kernel  # noqa: E402
 from cula.common.testing import assert_close, poisoned, same_bits  # noqa: E402
-from cula.decode import kda_decode, lightning_decode, plan, run  # noqa: E402
+from cula.decode import kda_decode, kernel_plan, lightning_decode, plan, run  # noqa: E402
 from cula.decode.cases import BATCHES, CASES, kernel_config, make_inputs  # noqa: E402
 
 ARCH = "sm_90a"
@@ -132,7 +132,7 @@ def test_tiles_of_larger_batches(oracle, emulator, monkeypatch, name, changes):
     wanted = list(dict.fromkeys(by_size))
     for config in wanted:
         tile = (config.warps, config.v_per_thread, config.lanes)
-        monkeypatch.setattr(plan, "_tile", lambda *args, tile=tile: tile)
+        monkeypatch.setattr(kernel_plan, "_tile", lambda *args, tile=tile: tile)
         run._launches.clear()  # of the tile before
         oracle.case(case)
     assert emulator.configs == wanted

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cula.common.reference import KdaInputs, LightningInputs
-from cula.decode import kda_decode, plan
+from cula.decode import kda_decode, kernel_plan, plan
 from cula.decode.cases import CASES, Case, kernel_config, make_inputs
 from cula.decode.plan import States, plan_kda, plan_lightning
 
@@ -22,6 +22,11 @@ KDA_KEYWORDS = (
     "use_beta_sigmoid_in_kernel",
     "allow_neg_eigval",
 )
+
+
+def set_arch(monkeypatch, arch):
+    for module in (plan, kernel_plan):
+        monkeypatch.setattr(module, "arch_of", lambda device: arch)
 
 
 @pytest.fixture
@@ -67,8 +72,8 @@ def on_gpu(monkeypatch):
         return plan_lightning("lightning_decode", inputs, states, out, scale=scale, backend=backend)
 
     monkeypatch.delenv("CULA_BACKEND", raising=False)
-    monkeypatch.setattr(plan, "arch_of", lambda device: "sm_90a")
-    monkeypatch.setattr(plan, "missing_compiler", lambda: None)
+    set_arch(monkeypatch, "sm_90a")
+    monkeypatch.setattr(kernel_plan, "missing_compiler", lambda: None)
     monkeypatch.setattr(plan.fla_fallback, "fla_missing", lambda: "FLA is not installed")
     return build
 
@@ -136,9 +141,11 @@ def test_reasons_against_our_kernel(on_gpu, monkeypatch):
     refused(on_gpu, "no kernel for K = 128, V = 256; each must be 64 or 128", V=256)
     refused(on_gpu, "state: its matrices must start at multiples of 16 bytes", address=8)
     refused(on_gpu, "state: its matrices must start at multiples of 16 bytes", padding=2)
-    monkeypatch.setattr(plan, "missing_compiler", lambda: "nvidia-cutlass-dsl is not installed")
+    monkeypatch.setattr(
+        kernel_plan, "missing_compiler", lambda: "nvidia-cutlass-dsl is not installed"
+    )
     refused(on_gpu, "nvidia-cutlass-dsl is not installed")
-    monkeypatch.setattr(plan, "arch_of", lambda device: "sm_75")
+    set_arch(monkeypatch, "sm_75")
     refused(on_gpu, "no kernel for the architecture sm_75; there are sm_80, sm_90a")
 
 
@@ -197,7 +204,7 @@ def test_pool_dtypes_and_layouts_pick_the_kernel(on_gpu):
 
 def test_programmatic_launch_needs_hopper(on_gpu, monkeypatch):
     assert on_gpu(Case("kda_decode")).config.pdl
-    monkeypatch.setattr(plan, "arch_of", lambda device: "sm_80")
+    set_arch(monkeypatch, "sm_80")
     assert not on_gpu(Case("kda_decode")).config.pdl
 
 

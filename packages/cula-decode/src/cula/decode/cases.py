@@ -10,7 +10,7 @@ from cula.common.gates import BetaForm, GateForm
 from cula.common.layouts import state_shape, to_v_first
 from cula.common.recurrence import lightning_log_decay
 from cula.common.reference import KdaInputs, LightningInputs
-from cula.decode import plan
+from cula.decode import kernel_plan, plan
 from cula.decode.call import States
 from cula.decode.kernels.config import DecodeConfig
 
@@ -331,7 +331,7 @@ def _pool(case: Case, draw: _Draw, B: int, T: int) -> dict[str, Any]:
 
 def kernel_config(case: Case, arch: str = "sm_90a") -> DecodeConfig | None:
     """What the kernel of a case is compiled for; None if there is no kernel for its sizes."""
-    if case.K not in plan.KERNEL_DIMS or case.V not in plan.KERNEL_DIMS:
+    if case.K not in kernel_plan.KERNEL_DIMS or case.V not in kernel_plan.KERNEL_DIMS:
         return None
     given = make_inputs(case, "meta")
     out = torch.empty_like(given["v"])
@@ -363,7 +363,7 @@ def kernel_config(case: Case, arch: str = "sm_90a") -> DecodeConfig | None:
     else:
         inputs = LightningInputs(*(given[name] for name in LightningInputs._fields))
         made = plan.plan_lightning(case.call, inputs, states, out, scale=None, backend="reference")
-    return plan.kernel_config(made.dims, made.sequences, made.form, inputs, states, arch)
+    return kernel_plan.kernel_config(made.dims, made.sequences, made.form, inputs, states, arch)
 
 
 def _recurrent_states(case: Case, given: dict[str, Any]) -> States:
