@@ -78,12 +78,12 @@ def _measure(family: Family[C], cases: Sequence[C], options: argparse.Namespace)
     copy = timing.copy_rate()
     no_baseline = baselines.missing() if options.baseline == "fla" else "not asked for"
     env = environment(
-        copy_tbps=copy.median,
+        copy_tbps=copy.value,
         baselines={} if no_baseline else baselines.versions(),
         commit=options.commit,
     )
     session = Session(
-        copy_tbps=copy.median,
+        copy_tbps=copy.value,
         l2_bytes=torch.cuda.get_device_properties(0).L2_cache_size,
         use_baselines=no_baseline is None,
     )

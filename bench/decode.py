@@ -85,7 +85,7 @@ def _call(inputs: DecodeInputs, name: str) -> Callable[[], object]:
 def _time_kernel(inputs: DecodeInputs, name: str, session: Session) -> dict[str, float]:
     sample = timing.graph_time([_call(inputs, name)])
     session.spreads.append(sample.spread)
-    return {"ms": sample.median}
+    return {"ms": sample.value}
 
 
 def _time_rotated(inputs: DecodeInputs, name: str, session: Session) -> dict[str, float]:
@@ -94,13 +94,13 @@ def _time_rotated(inputs: DecodeInputs, name: str, session: Session) -> dict[str
     calls = [_call(decode_calls.make_inputs(case, "cuda", seed), name) for seed in range(sets)]
     sample = timing.graph_time(calls)
     session.spreads.append(sample.spread)
-    return {"ms": sample.median}
+    return {"ms": sample.value}
 
 
 def _time_wrapper(inputs: DecodeInputs, name: str, session: Session) -> dict[str, float]:
     times = timing.call_times(_call(inputs, name))
     session.spreads.append(times.ms.spread)
-    return {"ms": times.ms.median, "host_us": times.host_us.median}
+    return {"ms": times.ms.value, "host_us": times.host_us.value}
 
 
 _TIMERS = {"kernel": _time_kernel, "rotated": _time_rotated, "wrapper": _time_wrapper}

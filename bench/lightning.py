@@ -79,10 +79,10 @@ def _time(case: LightningCase, call: Callable[[], object], session: Session) -> 
     if case.mode == "kernel":
         sample = timing.graph_time([call])
         session.spreads.append(sample.spread)
-        return {"ms": sample.median}
+        return {"ms": sample.value}
     times = timing.call_times(call)
     session.spreads.append(times.ms.spread)
-    return {"ms": times.ms.median, "host_us": times.host_us.median}
+    return {"ms": times.ms.value, "host_us": times.host_us.value}
 
 
 def show(measured: Sequence[tuple[LightningCase, Row]]) -> str:

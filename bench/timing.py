@@ -34,11 +34,11 @@ class Sample:
     """Repeats of one measurement.
 
     Attributes:
-        median: the figure to report (the median, or the least: see `least_of`).
+        value: the figure to report, the median or the least (`least_of`).
         spread: interquartile range over the median: differences smaller than this are noise.
     """
 
-    median: float
+    value: float
     spread: float
 
     @classmethod
@@ -274,7 +274,7 @@ def copy_rate(nbytes: int = 1 << 30) -> Sample:
     target = torch.empty_like(source)
     # Not in a graph: a copy is a memcpy node there, a third slower than what a stream runs.
     ms = call_times(lambda: target.copy_(source), batch=4).ms
-    return Sample(2 * nbytes / ms.median / 1e9, ms.spread)
+    return Sample(2 * nbytes / ms.value / 1e9, ms.spread)
 
 
 def sets_beyond_cache(bytes_per_set: int, cache_bytes: int, *, most: int = 64) -> int:

@@ -43,7 +43,7 @@ class Clock:
             device: where the demo runs.
         """
         on_gpu = device.type == "cuda"
-        self.copy_tbps = timing.copy_rate().median if on_gpu else None
+        self.copy_tbps = timing.copy_rate().value if on_gpu else None
         self.no_fla = baselines.missing() if on_gpu else "there is no GPU"
 
     def prefill(self, model: ToyModel, backend: str, inputs: Tensors) -> Times:
@@ -89,11 +89,11 @@ class Clock:
 
     def _whole_call(self, call: Callable[[], object]) -> float:
         if self.copy_tbps is None:
-            return timing.host_time(call, repeats=3).median
-        return timing.call_times(call, batch=4, repeats=5, warmup=3).ms.median
+            return timing.host_time(call, repeats=3).value
+        return timing.call_times(call, batch=4, repeats=5, warmup=3).ms.value
 
     def _gpu_time(self, call: Callable[[], object]) -> float:
-        return timing.graph_time([call]).median
+        return timing.graph_time([call]).value
 
     def _floor(self, inputs: Tensors, *others: torch.Tensor) -> float | None:
         if self.copy_tbps is None:
