@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
+READMES = [
+    ROOT / "README.md",
+    ROOT / "docs/user-guide.md",
+    *sorted(ROOT.glob("packages/*/README.md")),
+]
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
     *sorted(ROOT.glob("packages/**/*.md")),
     *sorted(ROOT.glob("bench/**/*.md")),
+    *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
 
