@@ -25,12 +25,6 @@ __all__ = ["patch_fla", "report", "unpatch_fla"]
 
 KDA = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 LIGHTNING = ("q", "k", "v", "g_gamma")
-FORM = (
-    "use_gate_in_kernel",
-    "use_qk_l2norm_in_kernel",
-    "use_beta_sigmoid_in_kernel",
-    "allow_neg_eigval",
-)
 
 
 def _kda_key(call: Mapping[str, Any]) -> Hashable:
@@ -80,32 +74,50 @@ def _new_states(call: Mapping[str, Any]) -> torch.Tensor | None:
     q, v, cu_seqlens = call["q"], call["v"], call.get("cu_seqlens")
     N = q.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
     shape = state_shape(N, v.shape[2], q.shape[3], v.shape[3], _v_first(call))
-    return torch.empty(shape, dtype=torch.float32, device=q.device)
+    return q.new_empty(shape, dtype=torch.float32)
 
 
 def _separate(call: Mapping[str, Any], final: torch.Tensor | None) -> States:
     initial = _pool(call)
     if final is not None and not _v_first(call):
         final = to_v_first(final)
-    initial = None if initial is None else initial.float()  # as final, which kernels have in common
+    if initial is not None and initial.dtype != torch.float32:
+        initial = initial.float()  # as final: a kernel has one dtype of states
     return States(initial, False, final, cu_seqlens=call.get("cu_seqlens"))
 
 
 def _new_output(call: Mapping[str, Any]) -> torch.Tensor:
     """Zeros where there may be tokens of no sequence, as FLA's function returns them."""
     v = call["v"]
-    make = torch.empty if call.get("cu_seqlens") is None else torch.zeros
-    return make(v.shape, dtype=v.dtype, device=v.device)
+    # Not empty_like, which would keep the strides of a view into a packed projection.
+    make = v.new_empty if call.get("cu_seqlens") is None else v.new_zeros
+    return make(v.shape)
 
 
 def _kda_inputs(call: Mapping[str, Any]) -> KdaInputs:
-    inputs = KdaInputs(*(call.get(name) for name in KDA))
-    return inputs if call.get("use_gate_in_kernel") else inputs._replace(A_log=None, dt_bias=None)
+    get = call.get
+    gated = get("use_gate_in_kernel")
+    return KdaInputs(
+        call["q"],
+        call["k"],
+        call["v"],
+        call["g"],
+        call["beta"],
+        get("A_log") if gated else None,
+        get("dt_bias") if gated else None,
+    )
 
 
 def _form(call: Mapping[str, Any]) -> dict[str, Any]:
-    flags = {name: bool(call.get(name)) for name in FORM}
-    return flags | {"lower_bound": call.get("lower_bound"), "scale": call.get("scale")}
+    get = call.get
+    return {
+        "use_gate_in_kernel": bool(get("use_gate_in_kernel")),
+        "use_qk_l2norm_in_kernel": bool(get("use_qk_l2norm_in_kernel")),
+        "use_beta_sigmoid_in_kernel": bool(get("use_beta_sigmoid_in_kernel")),
+        "allow_neg_eigval": bool(get("allow_neg_eigval")),
+        "lower_bound": get("lower_bound"),
+        "scale": get("scale"),
+    }
 
 
 def _plan_kda(call: Mapping[str, Any], backend: str) -> Plan:
