@@ -18,7 +18,6 @@ from cula.common.jit import compile_kernel  # noqa: E402
 from cula.common.reference import KdaInputs, LightningInputs  # noqa: E402
 from cula.common.testing import assert_close, same_bits  # noqa: E402
 from cula.decode import fused_recurrent_kda, lightning_decode, plan, run  # noqa: E402
-from cula.decode.call import States  # noqa: E402
 from cula.decode.recurrent import recurrent_kda, recurrent_lightning  # noqa: E402
 
 ARCH = "sm_90a"
@@ -75,7 +74,8 @@ def test_kda_goes_the_short_way_the_second_time(planned, monkeypatch, v_first):
         states = (initial, final) if v_first else (initial.mT, final.mT)
         recurrent_kda(
             KdaInputs(*x, A_log, dt_bias),
-            States(states[0], False, states[1]),
+            *states,
+            None,
             out,
             **FORM,
             lower_bound=lower_bound,
@@ -99,8 +99,8 @@ def test_lightning_from_zero_and_from_a_state(planned, monkeypatch):
         q, k, v, *_ = tokens(seed)
         initial = torch.randn(B, H, D, D)
         final, out = torch.full_like(initial, torch.nan), torch.full_like(v, torch.nan)
-        states = States(initial.mT if start else None, False, final.mT)
-        recurrent_lightning(LightningInputs(q, k, v, g_gamma), states, out, scale=0.5)
+        states = (initial.mT if start else None, final.mT, None)
+        recurrent_lightning(LightningInputs(q, k, v, g_gamma), *states, out, scale=0.5)
         pool = initial.mT.clone() if start else torch.zeros(B, H, D, D)
         with monkeypatch.context() as plain:
             plain.setattr(plan, "choose_backend", lambda *args, **options: "reference")
@@ -118,9 +118,9 @@ def test_a_call_that_the_known_launch_refuses_is_planned_anew(planned):
     def refuse(*args):
         raise ValueError("strides")
 
-    recurrent_kda(inputs, States(None, False), out, **form)
+    recurrent_kda(inputs, None, None, None, out, **form)
     (key,) = run._launches
     run._launches[key] = (refuse, 1.0)
     again = torch.empty_like(out)
-    recurrent_kda(inputs, States(None, False), again, **form)
+    recurrent_kda(inputs, None, None, None, again, **form)
     assert same_bits(out, again) and len(planned) == 2

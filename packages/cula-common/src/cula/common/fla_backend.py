@@ -126,8 +126,9 @@ class Takeover:
             function = _find(adapter.path)
             if function is None:
                 continue
-            if dispatcher_of(function) is not None:
-                _register(self.package, adapter, function)
+            home = dispatcher_of(function)
+            if home is not None:
+                _register(home, self.package, adapter, function)
                 self.hooked.append(adapter.path)
             else:
                 self.without_hook.append(adapter)
@@ -155,6 +156,8 @@ class Takeover:
             return
         for adapter in self.without_hook:
             original = _find(adapter.path)
+            if original is None:
+                continue
             ours = _in_front_of(original, adapter)
             for module in _fla_modules():
                 for name, value in list(vars(module).items()):
@@ -231,18 +234,18 @@ def _positional(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _call_of(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _register(package: str, adapter: Adapter, function: Callable[..., Any]) -> None:
+def _register(home_name: str, package: str, adapter: Adapter, function: Callable[..., Any]) -> None:
     names = _positional(function)
 
     def verifier(_, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
-        reason = adapter.refusal(_call_of(names, args, kwargs))
+        reason = adapter.refusal(_call_of(names, args, kwargs) if args else kwargs)
         return reason is None, reason
 
     def run(_, *args: Any, **kwargs: Any) -> Any:
-        return adapter.run(_call_of(names, args, kwargs))
+        return adapter.run(_call_of(names, args, kwargs) if args else kwargs)
 
     members = {
         # One of a kind in a registry: two packages may be in the same one.
@@ -251,7 +254,7 @@ def _register(package: str, adapter: Adapter, function: Callable[..., Any]) -> N
         adapter.name: run,
         f"{adapter.name}_verifier": verifier,
     }
-    home = importlib.import_module(dispatcher_of(function))
+    home = importlib.import_module(home_name)
     if not hasattr(home, "register"):
         _register_before_0_6(home, adapter, members)
         return

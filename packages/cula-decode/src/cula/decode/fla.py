@@ -23,7 +23,7 @@ from cula.decode.recurrent import recurrent_kda, recurrent_lightning
 
 __all__ = ["patch_fla", "report", "unpatch_fla"]
 
-KDA = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
+KDA = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 LIGHTNING = ("q", "k", "v", "g_gamma")
 
 
@@ -38,7 +38,7 @@ def _kda_key(call: Mapping[str, Any]) -> Hashable:
         q.dtype,
         call["g"].dtype,
         beta.dtype,
-        device_kind(call, (*KDA, "initial_state")),
+        device_kind(call, KDA),
         None if state is None else (state.dtype, state.stride()),
         dtype_of(get("A_log")),
         dtype_of(get("dt_bias")),
@@ -77,13 +77,19 @@ def _new_states(call: Mapping[str, Any]) -> torch.Tensor | None:
     return q.new_empty(shape, dtype=torch.float32)
 
 
-def _separate(call: Mapping[str, Any], final: torch.Tensor | None) -> States:
+def _separate(call: Mapping[str, Any], final: torch.Tensor | None) -> tuple:
+    """(initial states, final states, cu_seqlens), states V-first by shape."""
     initial = _pool(call)
     if final is not None and not _v_first(call):
         final = to_v_first(final)
     if initial is not None and initial.dtype != torch.float32:
         initial = initial.float()  # as final: a kernel has one dtype of states
-    return States(initial, False, final, cu_seqlens=call.get("cu_seqlens"))
+    return initial, final, call.get("cu_seqlens")
+
+
+def _separate_states(call: Mapping[str, Any]) -> States:
+    initial, final, cu_seqlens = _separate(call, _new_states(call))
+    return States(initial, False, final, cu_seqlens=cu_seqlens)
 
 
 def _new_output(call: Mapping[str, Any]) -> torch.Tensor:
@@ -131,7 +137,7 @@ def _plan_kda(call: Mapping[str, Any], backend: str) -> Plan:
             if call.get("cu_seqlens") is not None:
                 N = call["cu_seqlens"].numel() - 1
             require(state.shape[0] == N, "initial_state", tuple(state.shape), f"must be {N} states")
-        name, states = "fused_recurrent_kda", _separate(call, _new_states(call))
+        name, states = "fused_recurrent_kda", _separate_states(call)
     else:
         require(state is not None, "initial_state", None, "must be given to be updated in place")
         if indices is not None and indices.dim() == 1:
@@ -157,7 +163,7 @@ def _plan_kda(call: Mapping[str, Any], backend: str) -> Plan:
 
 
 def _no_gradients(call: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    tensors = (*(call.get(name) for name in names), call.get("initial_state"))
+    tensors = (call.get(name) for name in names)
     require(not needs_grad(*tensors), "gradients", "needed", "cuLA's decoding has none")
 
 
@@ -167,7 +173,7 @@ def _run_kda(call: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None
         out = _new_output(call)
     if not call.get("inplace_final_state", True):
         final = _new_states(call)
-        recurrent_kda(inputs, _separate(call, final), out, **_form(call))
+        recurrent_kda(inputs, *_separate(call, final), out, **_form(call))
         return out, final
     kda_decode(
         *inputs[:5],
@@ -206,12 +212,12 @@ def _plan_lightning(call: Mapping[str, Any], backend: str) -> Plan:
     require(call.get("g") is None, "g", "given", "cuLA has a fixed decay per head only")
     require(call.get("g_gamma") is not None, "g_gamma", None, "cuLA needs a decay per head")
     require(not call.get("reverse"), "reverse", True, "cuLA runs forwards only")
-    _no_gradients(call, LIGHTNING)
+    _no_gradients(call, (*LIGHTNING, "initial_state"))
     inputs = LightningInputs(*(call[name] for name in LIGHTNING))
     return plan_lightning(
         "fused_recurrent_simple_gla",
         inputs,
-        _separate(call, _new_states(call)),
+        _separate_states(call),
         call["v"],
         scale=call.get("scale"),
         backend=backend,
@@ -221,7 +227,7 @@ def _plan_lightning(call: Mapping[str, Any], backend: str) -> Plan:
 def _run_lightning(call: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
     out, final = _new_output(call), _new_states(call)
     inputs = LightningInputs(*(call[name] for name in LIGHTNING))
-    recurrent_lightning(inputs, _separate(call, final), out, scale=call.get("scale"))
+    recurrent_lightning(inputs, *_separate(call, final), out, scale=call.get("scale"))
     return out, final
 
 

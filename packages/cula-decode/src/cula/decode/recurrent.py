@@ -14,19 +14,27 @@ from cula.decode.call import States
 from cula.decode.plan import plan_kda, plan_lightning
 
 
-def recurrent_kda(inputs: KdaInputs, states: States, out: torch.Tensor, **form: Any) -> None:
-    """Run KDA from `states.state`, if any, into `out` and `states.final`, if any.
+def recurrent_kda(
+    inputs: KdaInputs,
+    initial: torch.Tensor | None,
+    final: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    out: torch.Tensor,
+    **form: Any,
+) -> None:
+    """Run KDA from states `initial`, if any, into `out` and `final`, if any.
 
     Args:
         inputs: A_log and dt_bias are None unless the gate is computed in the kernel.
-        states: without indices; V-first by shape.
+        initial, final: `[N, HV, V, K]` by shape, float32; a K-first one is the transposed view.
+        cu_seqlens: `[N + 1]`, or None.
         out: `[B, T, HV, V]`.
         form: `plan_kda`'s gate, norm and scale keywords, all of them.
     """
     A_log, dt_bias, beta = inputs.A_log, inputs.dt_bias, inputs.beta
     lower_bound = form["lower_bound"]
     key = (
-        *_kind(inputs, states),
+        *_kind(inputs, initial, final, cu_seqlens),
         inputs.g.dtype,
         beta.dtype,
         beta.shape,
@@ -38,35 +46,49 @@ def recurrent_kda(inputs: KdaInputs, states: States, out: torch.Tensor, **form: 
         form["use_beta_sigmoid_in_kernel"],
         form["allow_neg_eigval"],
     )
-    if _known(key, (*inputs[:5], A_log, dt_bias), states, out, form["scale"], lower_bound):
+    if _known(key, inputs, initial, final, cu_seqlens, out, form["scale"], lower_bound):
         return
+    states = States(initial, False, final, cu_seqlens=cu_seqlens)
     plan = plan_kda("fused_recurrent_kda", inputs, states, out, **form, backend="auto")
     run._run(plan, key, inputs, states, out)
 
 
 def recurrent_lightning(
-    inputs: LightningInputs, states: States, out: torch.Tensor, *, scale: float | None
+    inputs: LightningInputs,
+    initial: torch.Tensor | None,
+    final: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    scale: float | None,
 ) -> None:
-    """Run Lightning Attention from `states.state`, if any, into `out` and `states.final`."""
-    key = _kind(inputs, states)
-    if _known(key, (*inputs, None, None, None), states, out, scale, None):
+    """Run Lightning Attention from `initial` into `out` and `final`, as `recurrent_kda` does."""
+    key = _kind(inputs, initial, final, cu_seqlens)
+    tensors = (*inputs, None, None, None)
+    if _known(key, tensors, initial, final, cu_seqlens, out, scale, None):
         return
+    states = States(initial, False, final, cu_seqlens=cu_seqlens)
     plan = plan_lightning(
         "fused_recurrent_simple_gla", inputs, states, out, scale=scale, backend="auto"
     )
     run._run(plan, key, inputs, states, out)
 
 
-def _kind(inputs: KdaInputs | LightningInputs, states: States) -> tuple:
+def _kind(
+    inputs: KdaInputs | LightningInputs,
+    initial: torch.Tensor | None,
+    final: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> tuple:
     """What selects a kernel, apart from KDA's gates; the compiled function checks the rest."""
-    q, state, final, cu_seqlens = inputs[0], states.state, states.final, states.cu_seqlens
+    q = inputs[0]
     return (
         type(inputs),
         q.shape,
         inputs[2].shape,
         q.dtype,
         q.get_device(),
-        None if state is None else (state.dtype, state.shape, state.stride()),
+        None if initial is None else (initial.dtype, initial.shape, initial.stride()),
         None if final is None else (final.dtype, final.shape, final.stride()),
         None if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape),
     )
@@ -75,7 +97,9 @@ def _kind(inputs: KdaInputs | LightningInputs, states: States) -> tuple:
 def _known(
     key: tuple,
     tensors: tuple,
-    states: States,
+    initial: torch.Tensor | None,
+    final: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
     out: torch.Tensor,
     scale: float | None,
     lower_bound: float | None,
@@ -88,11 +112,11 @@ def _known(
     try:
         launch(
             *tensors,
-            states.state,
-            states.final,
+            initial,
+            final,
             None,
             None,
-            states.cu_seqlens,
+            cu_seqlens,
             None,
             out,
             default_scale if scale is None else scale,
