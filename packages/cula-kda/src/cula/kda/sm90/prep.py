@@ -46,6 +46,8 @@ BLOCKS_PER_SM = 3
 class KdaPrep:
     """Host launch and device code; `config` (config.py) is everything known when compiling."""
 
+    allowed_spill_bytes = 64  # gates of 32 bits or without a bias; see DESIGN.md, Budgets
+
     def __init__(self, config):
         self.config = config
         self.io = IO[config.io]
@@ -237,15 +239,17 @@ class KdaPrep:
         cute.arch.sync_warp()
 
         scores = [[Float32(0.0)] * 4 for _ in LEVELS]
+        # where the next piece's gates fit into the registers; 4: they come when they are needed
+        fetch = 3 if c.gate_dtype == "fp32" else 1 if c.bias else len(LEVELS)
         for piece in cutlass.range_constexpr(pieces):
+            if cutlass.const_expr(piece > 0 and fetch == len(LEVELS)):
+                words = gates.load(piece)
             bias = [Float32(0.0)] * 2
             if cutlass.const_expr(c.bias):
                 at = head * c.K + (64 * piece + 2 * lane)
                 bias = [mBias[at], mBias[at + 1]]
             decays, total = decay_products(lambda r: gates.factors(r, words[r], bias))  # noqa: B023
             ptx.store_shared(me.totals + warp * (4 * c.K) + lane * 8, 256 * piece, total, "f")
-            if cutlass.const_expr(piece + 1 < pieces):
-                words = gates.load(piece + 1)
             kb, q = me.normalised(piece)
             kf = [ptx.multiply_halves(x, d) for x, d in zip(kb, decays[1], strict=True)]
             qf = [ptx.multiply_halves(x, d) for x, d in zip(q, decays[1], strict=True)]
@@ -255,6 +259,8 @@ class KdaPrep:
                 cute.arch.sync_warp()
                 scores[level] = me.multiply_level(level, piece, scores[level])
                 widen(LEVELS[level], kf, qf, kb, decays[LEVELS[level]])
+                if cutlass.const_expr(level == fetch and piece + 1 < pieces):
+                    words = gates.load(piece + 1)
             cute.arch.sync_warp()
             me.write_operands(piece, kf, qf, kb)
         cute.arch.sync_threads()

@@ -61,10 +61,11 @@ class GateReader:
         dtype = DTYPES[self.config.gate_dtype]
         count = dtype.width // 16
         step = 64 * dtype.width // 8
+        address = ptx.anew(self.address)  # the rows' addresses would wait in registers
         return [
             ptx.load_global_if(
                 (row < self.valid),
-                self.address + self.stride * Int64(row),
+                address + self.stride * Int64(row),
                 piece * step,
                 count,
             )

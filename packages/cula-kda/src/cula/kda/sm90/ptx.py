@@ -113,6 +113,14 @@ def copy_to_shared(shared, source, size: int, barrier) -> None:
     _instruction(text, "", [shared, source, barrier], "rlr", effects=True)
 
 
+def anew(address) -> Int64:
+    """The same address, of which the compiler does not know it.
+
+    What is computed from it is computed here, and not kept from before.
+    """
+    return _instruction("mov.b64 $0, $1;", "l", [address], "l", effects=True)
+
+
 # -------------------------------------------------------------------- matrix fragments
 def load_matrices(address, offset: int, *, transposed: bool = False) -> list:
     """Four 8 x 8 matrices; lane l gives the address of row l % 8 of matrix l / 8."""
