@@ -3,7 +3,7 @@
 Each class holds an engine's tensors the way that engine does (names, shapes, strides, what an index
 means) and the few lines that hand them over. Every tensor of more than a number a sequence that
 reaches our call has to be the engine's own memory, and every state has to end up where the engine
-looks for it.
+looks for it. On a machine with a GPU these run there, on kernels where there are.
 """
 
 from itertools import pairwise
@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cula.common import testing
 from cula.common.dims import dims_of
 from cula.common.recurrence import (
     kda_log_decay,
@@ -19,15 +20,27 @@ from cula.common.recurrence import (
     l2_normalise,
     lightning_steps,
 )
-from cula.common.testing import assert_close
 from cula.decode import kda_decode, kernel_plan, lightning_decode
 from cula.decode.call import States
 from cula.kda import kda_prefill
 from cula.lightning import lightning_prefill
 from cula.lightning.kernel_plan import loadable_states
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 H, HV, K, V, SLOTS = 2, 2, 64, 64, 9
 GATE = {"use_beta_sigmoid_in_kernel": True, "lower_bound": -5.0}
+
+
+@pytest.fixture(autouse=True)
+def default_device():
+    torch.set_default_device(DEVICE)
+    yield
+    torch.set_default_device(None)
+
+
+def assert_close(name, x, right, tolerance):
+    """On a GPU float32 may go through TensorFloat-32, in a fallback."""
+    testing.assert_close(name, x, right, tolerance if DEVICE == "cpu" else max(tolerance, 5e-3))
 
 
 class Engine:
@@ -314,3 +327,41 @@ def test_sglang_seg_la():
         assert_close("o", o[0, rows], right, 1e-5)
         assert_close("state", e.cache[slot], final, 1e-5)
     assert unchanged_but(e, [3, 8])
+
+
+# --- CUDA graphs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_a_decode_step_captured_and_replayed():
+    """As engines decode: captured once for a padded batch, replayed on other slots."""
+    e = Engine(4)
+    indices = torch.tensor([3, 5, 0, 0], dtype=torch.int32)
+    pool, slots = e.cache[1:], torch.empty_like(indices)
+    tokens = [*e.qkv(4, 1), *e.gates(4, 1)]
+    out = torch.empty(4, 1, HV, V)
+
+    def step():
+        torch.sub(indices, 1, out=slots)
+        kda_decode(
+            *tokens, pool, state_indices=slots, out=out, A_log=e.A_log, dt_bias=e.dt_bias, **GATE
+        )
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    e.cache.copy_(e.before)
+    indices.copy_(torch.tensor([8, 0, 2, 0], dtype=torch.int32))
+    graph.replay()
+    torch.cuda.synchronize()
+    for n, slot in ((0, 8), (2, 2)):
+        o, states = e.kda(slice(n, n + 1), e.before[slot].mT)
+        assert_close("o", out[n], o, 1e-5)
+        assert_close("state", e.cache[slot].mT, states[-1], 1e-5)
+    assert out[1].eq(0).all() and out[3].eq(0).all()
+    assert unchanged_but(e, [8, 2])

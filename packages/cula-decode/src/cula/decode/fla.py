@@ -61,10 +61,9 @@ def _v_first(call: Mapping[str, Any]) -> bool:
     return bool(call.get("state_v_first") or call.get("transpose_state_layout"))
 
 
-def _pool(call: Mapping[str, Any]) -> torch.Tensor | None:
-    """The call's states, V-first by shape."""
-    state = call.get("initial_state")
-    return state if state is None or _v_first(call) else to_v_first(state)
+def _as_v_first(call: Mapping[str, Any], state: torch.Tensor) -> torch.Tensor:
+    """States of the call's layout, V-first by shape."""
+    return state if _v_first(call) else to_v_first(state)
 
 
 def _new_states(call: Mapping[str, Any]) -> torch.Tensor | None:
@@ -79,11 +78,13 @@ def _new_states(call: Mapping[str, Any]) -> torch.Tensor | None:
 
 def _separate(call: Mapping[str, Any], final: torch.Tensor | None) -> tuple:
     """(initial states, final states, cu_seqlens), states V-first by shape."""
-    initial = _pool(call)
-    if final is not None and not _v_first(call):
-        final = to_v_first(final)
-    if initial is not None and initial.dtype != torch.float32:
-        initial = initial.float()  # as final: a kernel has one dtype of states
+    initial = call.get("initial_state")
+    if final is not None:
+        final = _as_v_first(call, final)
+    if initial is not None:
+        if initial.dtype != torch.float32:
+            initial = initial.float()  # as final: a kernel has one dtype of states
+        initial = _as_v_first(call, initial)
     return initial, final, call.get("cu_seqlens")
 
 
@@ -151,7 +152,7 @@ def _plan_kda(call: Mapping[str, Any], backend: str) -> Plan:
             )
         name = "kda_decode"
         states = States(
-            _pool(call),
+            _as_v_first(call, call["initial_state"]),
             True,
             None,
             indices,
@@ -177,7 +178,7 @@ def _run_kda(call: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None
         return out, final
     kda_decode(
         *inputs[:5],
-        _pool(call),
+        _as_v_first(call, call["initial_state"]),
         state_indices=call.get("ssm_state_indices"),
         cu_seqlens=call.get("cu_seqlens"),
         num_accepted_tokens=call.get("num_accepted_tokens"),
