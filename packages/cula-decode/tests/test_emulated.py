@@ -114,6 +114,15 @@ def test_kernel_equals_the_recurrence(oracle, emulator, name):
     assert len(emulator.launches) == 1
 
 
+def test_the_decay_is_exact_from_a_mask_to_growth():
+    """A state that only decays: e^g to rounding for every g, also above 0, which nobody promises."""
+    g = torch.linspace(-20, 3, 128).view(1, 1, 1, 128)
+    x, state = torch.zeros(1, 1, 1, 128), torch.ones(1, 1, 128, 128)
+    kda_decode(x, x, x, g.clone(), torch.zeros(1, 1, 1), state, use_gate_in_kernel=False)
+    right = g.double().exp().expand(1, 1, 128, 128)
+    assert ((state / right - 1).abs() < 2e-6).all()
+
+
 TILED = [
     ("kda: one token", {}),
     ("kda: bf16 state", {}),

@@ -113,7 +113,7 @@ def _tile(
 ) -> tuple[int, int, int]:
     """(warps, value channels a thread, lanes a row) of a block; DESIGN.md, Tiles, has figures."""
     if not v_first:
-        return 4, 4, 8
+        return 4, 4, 8 if dims.K == 128 else 16
     if not single:
         if lightning:
             return 4, 4, 8

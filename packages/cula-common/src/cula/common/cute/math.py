@@ -31,14 +31,14 @@ def exp(x) -> Float32:
 
 
 def decay(g) -> Float32:
-    """e^g for a log decay g <= 0, rounded once for slow decays.
+    """e^g for a log decay g, rounded once for slow decays.
 
     A slow decay is applied to the same state for about 1/|g| steps, so an error of ex2.approx's
-    size would grow to parts in 10^4. For g > -1/2 the Taylor sum of e^g - 1 is below 1e-8 off and
+    size would grow to parts in 10^4. For |g| < 1/2 the Taylor sum of e^g - 1 is below 1e-8 off and
     only the final addition rounds.
     """
     series = horner(g, [1 / 40320, 1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0]) * g
-    return select(g > Float32(-0.5), series + Float32(1.0), exp(g))
+    return select(cute.arch.fmax(g, -g) < Float32(0.5), series + Float32(1.0), exp(g))
 
 
 def reciprocal(x) -> Float32:
