@@ -190,6 +190,44 @@ def test_training_takes_fla_s_gradients():
         assert rel_error(ours, theirs[name]) < 2e-2, name
 
 
+def kimi_linear_model(device, dtype, head_dim=64):
+    """transformers' Kimi-Linear: gates and beta computed before the call, K-first states."""
+    transformers = pytest.importorskip("transformers", exc_type=ImportError)
+    if not hasattr(transformers, "KimiLinearForCausalLM"):
+        pytest.skip("this version of transformers has no Kimi-Linear")
+    config = transformers.KimiLinearConfig(
+        vocab_size=97,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        kv_lora_rank=32,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        linear_num_heads=2,
+        linear_head_dim=head_dim,
+        layer_types=["linear_attention", "full_attention"],
+        mlp_layer_types=["dense", "dense"],
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    return transformers.KimiLinearForCausalLM(config).to(device, dtype).eval()
+
+
+def test_transformers_kimi_linear():
+    adapters()
+    model = kimi_linear_model("cuda", torch.bfloat16)
+    exact = kimi_linear_model("cuda", torch.float32)
+    exact.load_state_dict(model.state_dict())
+    # Prompts of one length: transformers runs this layer over the padding too.
+    compare(model, exact, prompts_of("cuda", (70, 70)))
+
+
 class LightningLayer(torch.nn.Module):
     """FLA has no layer around its Lightning Attention; this is the smallest there can be."""
 
