@@ -28,9 +28,9 @@ INSIDE = "FLA is running as cuLA's fallback"
 _log = logging.getLogger(__name__)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def log_once(message: str) -> None:
-    """Log at INFO, the first time only."""
+    """Log at INFO, the first time only (as far as memory of a bounded size goes)."""
     _log.info(message)
 
 
