@@ -115,7 +115,7 @@ def test_kernel_equals_the_recurrence(oracle, emulator, name):
 
 
 def test_the_decay_is_exact_from_a_mask_to_growth():
-    """A state that only decays: e^g to rounding for every g, also above 0, which nobody promises."""
+    """A state that only decays: e^g to rounding for every g, also above 0 (nobody promises it)."""
     g = torch.linspace(-20, 3, 128).view(1, 1, 1, 128)
     x, state = torch.zeros(1, 1, 1, 128), torch.ones(1, 1, 128, 128)
     kda_decode(x, x, x, g.clone(), torch.zeros(1, 1, 1), state, use_gate_in_kernel=False)
