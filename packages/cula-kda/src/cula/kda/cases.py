@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -138,7 +138,7 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -
 
 def kernel_configs_of(case: Case) -> tuple[PrepConfig, ScanConfig]:
     """What the kernels of a case's call are compiled for."""
-    x = make_inputs(case)
+    x: dict[str, Any] = make_inputs(case)
     bias = case.bias and case.gate != "given"
     form = KdaForm(KdaGate(case.gate, bias, -5.0), case.beta, case.l2norm, 1.0)
     kernels = kernel_plan(
