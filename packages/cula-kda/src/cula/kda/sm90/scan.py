@@ -282,11 +282,20 @@ class KdaScan:
         self.load_state(states, unit, thread, g.S)
         g.start_units()
         g.round_state()
+        g.O.fill(0.0)
 
         chunks = ceil_div(unit.tokens, CHUNK)
         for i in cutlass.range(chunks, unroll=1):
             s = i % stages
+            # the last chunk's output is still being added up here. Waiting for the tile first puts
+            # a branch between the state's update and that wait, or ptxas would move the update
+            # behind it
             cute.arch.mbarrier_wait(shared.full + s, i // stages % 2)
+            warpgroup.wait_group(0)
+            g.round_output()
+            if i > 0:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(shared.empty + (i - 1) % stages)
             g.load_values(s)
             if cutlass.const_expr(self.config.varlen):
                 if unit.tokens - i * CHUNK < CHUNK:
@@ -294,7 +303,6 @@ class KdaScan:
             largest = g.largest_value()
             if cute.arch.vote_any_sync(g.outgrown(largest)):
                 g.grow_units(largest)
-                g.round_state()
 
             warpgroup.fence()
             g.issue_past(s)
@@ -314,12 +322,12 @@ class KdaScan:
             g.issue_present(s)
             warpgroup.wait_group(1)
             g.update_state(s)
-            warpgroup.wait_group(0)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(shared.empty + s)
-            g.round_output()
             if cutlass.const_expr(self.config.checkpoints is not None):
+                # it branches, so it waits until no accumulator is in flight
+                warpgroup.wait_group(0)
                 self.keep_state(states, unit, i + 1, thread, g)
+        warpgroup.wait_group(0)
+        g.round_output()
 
         if chunks > 0:
             self.store_output(g, thread)

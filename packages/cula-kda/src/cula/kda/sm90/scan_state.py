@@ -118,11 +118,19 @@ class ScanState:
         self.S_times(self.units)
 
     def grow_units(self, largest):
-        """New units where they are outgrown, for values of this size."""
+        """New units where they are outgrown, for values of this size; S and its copy follow."""
         before = [self.units[2 + i] for i in range(2)]
         over = [x * self.units[i] > Float32(GROWTH) for i, x in enumerate(largest)]
         self._set_units([math.select(over[i], largest[i], before[i]) for i in range(2)])
-        self.S_times([self.units[i] * before[i] for i in range(2)])
+        factors = [self.units[i] * before[i] for i in range(2)]
+        self.S_times(factors)
+        # not rounded anew: ptxas would then round every chunk's state here, where all wait for it
+        rounded = self.s_operand[1]
+        numbers = cute.make_rmem_tensor_like(rounded.layout, Float32)
+        numbers.store(rounded.load().to(Float32))
+        for x in range(cute.size(numbers)):
+            numbers[x] = numbers[x] * factors[x // 2 % 2]
+        rounded.store(numbers.load().to(BFloat16))
 
     def _set_units(self, largest):
         """The powers of two at or below the values, and their inverses; both stay normal."""
