@@ -54,6 +54,12 @@ def test_compile_key_is_short_and_free_of_sizes() -> None:
     assert len(keys) == 1 + len(different)
 
 
+@pytest.mark.parametrize("scale", ["0.5", torch.tensor(0.5), True])
+def test_scale_is_a_number(scale: object) -> None:
+    with pytest.raises(TypeError, match=r"scale: .*; must be a number"):
+        plan_of(Case((64,)), scale=scale)
+
+
 def refused() -> dict[str, tuple[dict, type[Exception], str]]:
     """Changes to the case "varlen" (4 sequences, 281 tokens, 2 heads, K = V = 128)."""
     bounds = [0, 65, 131, 202, 281]

@@ -8,8 +8,8 @@ A serving engine keeps one pool `[slots, HV, V, K]` per layer and names the slot
 - Without `state_indices`, sequence n uses slot n.
 - `has_initial_state[n]` false: the sequence starts from zero, whatever its slot holds. Its final
   state is stored all the same.
-- Two sequences that name the same slot both start from what the slot held before the call; which of
-  their final states it holds afterwards is not defined.
+- Two sequences that name the same slot race for it: which of their final states it holds afterwards
+  is not defined, nor whether the later one starts from what it held before the call.
 
 Nothing here reads a device value on the host.
 """

@@ -56,8 +56,7 @@ def kda_prefill(
             zero and keep no state.
         state_indices: ``[N]``, int32 or int64: the slot of each sequence. An index that is negative
             or not below ``slots`` names no slot: that sequence starts from zero and its final state
-            is not stored. Two sequences that name one slot both start from its old state; which
-            final state it keeps is not defined. None: sequence n has slot n.
+            is not stored. Sequences that name one slot race for it. None: sequence n has slot n.
         has_initial_state: ``[N]``, bool: false starts from zero, whatever the slot holds.
         cu_seqlens: ``[N + 1]``, int32 or int64, on the device: sequences packed into B = 1. One
             without tokens keeps its initial state (or zero). Values on a GPU are not looked at:

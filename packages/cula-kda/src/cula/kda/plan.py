@@ -5,7 +5,13 @@ from dataclasses import dataclass
 import torch
 
 from cula.common.backends import Backend, choose_backend
-from cula.common.checks import require, require_cu_seqlens, require_tensor
+from cula.common.checks import (
+    require,
+    require_cu_seqlens,
+    require_flags,
+    require_number,
+    require_tensor,
+)
 from cula.common.dims import QKV_DTYPES, Dims, dims_of
 from cula.common.gates import beta_form, kda_gate
 from cula.common.layouts import require_state
@@ -110,7 +116,7 @@ def plan_prefill(
             device=q.device,
         ),
         beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval),
-        use_qk_l2norm_in_kernel,
+        _flag(use_qk_l2norm_in_kernel),
         _scale(scale, dims),
     )
     missing = no_kernel(backend, q, dims, {"state": state, "checkpoints": checkpoints})
@@ -215,7 +221,7 @@ def plan_chunk(
             device=q.device,
         ),
         beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval),
-        use_qk_l2norm_in_kernel,
+        _flag(use_qk_l2norm_in_kernel),
         _scale(scale, dims),
     )
     if only_fla:
@@ -295,7 +301,15 @@ def _sequences(
 
 
 def _scale(scale: float | None, dims: Dims) -> float:
-    return dims.K**-0.5 if scale is None else float(scale)
+    if scale is None:
+        return dims.K**-0.5
+    require_number("scale", scale)
+    return float(scale)
+
+
+def _flag(use_qk_l2norm_in_kernel: bool) -> bool:
+    require_flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    return use_qk_l2norm_in_kernel
 
 
 def _backend(

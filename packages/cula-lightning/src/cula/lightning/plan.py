@@ -4,7 +4,7 @@ import torch
 
 from cula.common.arch import sm_count
 from cula.common.backends import Backend, choose_backend
-from cula.common.checks import require, require_cu_seqlens, require_tensor
+from cula.common.checks import require, require_cu_seqlens, require_number, require_tensor
 from cula.common.dims import Dims, dims_of
 from cula.common.layouts import require_state
 from cula.common.pool import require_checkpoints, require_pool
@@ -185,7 +185,10 @@ def _sequences(
 
 
 def _form(scale: float | None, dims: Dims) -> LightningForm:
-    return LightningForm(dims.K**-0.5 if scale is None else float(scale))
+    if scale is None:
+        return LightningForm(dims.K**-0.5)
+    require_number("scale", scale)
+    return LightningForm(float(scale))
 
 
 def _backend(
