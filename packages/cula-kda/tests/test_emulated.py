@@ -74,6 +74,7 @@ def emulated(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(plan, "choose_backend", lambda *args, **options: "cute")
             patch.setattr(launch.jit, "compiled", get)
+            patch.setattr(launch, "sm_count", lambda device: 1)  # blocks take several chunks
             patch.setattr(launch, "_launches", {})
             yield seen
 
@@ -245,6 +246,7 @@ def test_no_order_of_the_hardware_shows(emulated, kernel) -> None:
             -5.0,
             varlen.chunks_at,
             chunks,
+            2,  # blocks, so that one prepares two chunks
         )
 
     with ptxemu.device(mode="lazy"):

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from cula.common import jit
+from cula.common.arch import sm_count
 from cula.kda.kernel_plan import KERNEL_ARCH, KernelPlan, loadable_states
 from cula.kda.reference import KdaInputs
-from cula.kda.sm90.config import CHUNK
+from cula.kda.sm90.config import CHUNK, PREP_BLOCKS_PER_SM
 
 MAX_LAUNCHES = 4096  # one for each kind of call and batch size
 
@@ -37,6 +38,7 @@ class Launch:
     scan: Callable[..., None]
     schedule: Callable[..., None] | None
     plan: KernelPlan
+    prep_blocks: int
     interval: int
     lower_bound: float
 
@@ -70,6 +72,7 @@ class Launch:
             self.lower_bound,
             chunks_at,
             plan.chunks,
+            self.prep_blocks,
         )
         self.scan(
             inputs.v,
@@ -107,7 +110,8 @@ def launch_of(
         config = plan.schedule.config(8 * cu_seqlens.element_size())
         schedule = jit.compiled(config, KERNEL_ARCH)
     prep, scan = (jit.compiled(config, KERNEL_ARCH) for config in (plan.prep, plan.scan))
-    launch = Launch(prep, scan, schedule, plan, interval or CHUNK, lower_bound or 0.0)
+    prep_blocks = min(plan.chunks * plan.heads, PREP_BLOCKS_PER_SM * sm_count(device))
+    launch = Launch(prep, scan, schedule, plan, prep_blocks, interval or CHUNK, lower_bound or 0.0)
     return _on_device(launch, device) if torch.cuda.device_count() > 1 else launch
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 CHUNK = 64  # tokens a chunk
 PART = 64  # value channels that one block of the scan holds the state of
 BLOCK = 16  # tokens whose decays one warp of the preparation multiplies up
+PREP_BLOCKS_PER_SM = 3  # blocks of the preparation that run at once
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class Record:
     piece's rows of 128 bytes one after the other, the 16-byte units of row r in the order
     ``unit ^ (r % 8)`` (the 128-byte swizzle), so that whole tiles are copied as they lie.
 
-    kg, qg: [64, K] bfloat16, the decayed keys and queries (`K e^G`, `scale Q e^G`).
-    kr: [64, K] float16, `K e^(G_C - G)`.
+    kg, qg, kr: [64, K] float16, the decayed keys and queries: `K e^G`, `scale Q e^G`,
+        `K e^(G_C - G)`.
     t, aqk: [64, 64] float16, lower triangular: the inverse times beta, and the decayed scores.
     decay: [K] float32, `e^(G_C)`.
     """

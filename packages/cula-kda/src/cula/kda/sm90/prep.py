@@ -1,46 +1,82 @@
 """KDA prefill on Hopper, first kernel: all that a chunk's tokens can say without the state.
 
-Tile:     one block prepares one (chunk of 64 tokens, value head): its record (config.Record).
+Tile:     a block prepares one (chunk of 64 tokens, value head) after the other: a record
+          (config.Record) each.
 Roles:    four warps, 16 tokens each; warp 0 also starts the loads. A lane has two channels of all
           16 tokens at a time, so that products along time need no shuffles; channels come in
           pieces of 64.
 Steps:    norms and the scores' diagonal; decays; scores within 16 tokens in four levels; | decayed
-          keys and queries out; scores against earlier warps' tokens, out; | inverse, out.
-          ( | : the block meets)
-Shared:   k, q and k decayed to its block's end 16 KB each, all scratch lies over them as they are
-          used up; 5 KB of tables: 53 KB, four blocks an SM.
-Registers: 48 words of vectors, 30 of decays, 16 scores; 128 with four blocks an SM.
+          keys and queries out; scores against earlier warps' tokens, out; | the next chunk's loads
+          start; inverse, out. ( | : the block meets)
+Shared:   k, q and k decayed to its block's end 16 KB each, most scratch lies over them as they are
+          used up, and gates of 16 bits come where the decayed k will be; 16 KB for the inverse,
+          which runs while the next chunk's inputs arrive; 5 KB of tables. Three blocks an SM.
+Registers: 48 words of vectors, 30 of decays, 16 scores: 168, three blocks an SM.
 Bytes:    772 a token and head in (q, k, g in 16 bits, beta), 1,032 out at K = 128.
 Floor:    those bytes at the memory's copy rate.
 """
 
+from dataclasses import dataclass
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cula.common.cute import math
 from cula.common.cute.smem import SmemAllocator
-from cula.common.varlen.device import fixed_chunk, read_chunk
+from cula.common.varlen.device import ceil_div, read_chunk, where
 from cula.kda.sm90 import ptx
-from cula.kda.sm90.config import CHUNK, Record
+from cula.kda.sm90.config import CHUNK, PREP_BLOCKS_PER_SM, Record
 from cula.kda.sm90.layouts import rows_layout
 from cula.kda.sm90.prep_block import (
+    BETWEEN,
     LEVELS,
     NORMS,
-    PIECE,
     ROWS,
+    TRIANGLE,
     BlockWarp,
     decay_products,
     widen,
 )
-from cula.kda.sm90.prep_gates import DTYPES, GateReader, step_size
-from cula.kda.sm90.prep_inverse import invert_diagonal, write_column
+from cula.kda.sm90.prep_gates import DTYPES, LEAST_RATE, GateReader, step_size
+from cula.kda.sm90.prep_inverse import COLUMN, invert_diagonal, write_column
 
 IO = {"bf16": BFloat16, "fp16": Float16}
-BLOCKS_PER_SM = 3
+
+
+# Frozen: CuTe DSL lets dynamic loops read a frozen dataclass from outside.
+@dataclass(frozen=True)
+class Inputs:
+    """What a block reads, and how its chunks are found."""
+
+    q: tuple  # TMA atom and tensor, shared-memory layout, dtype
+    k: tuple
+    g: tuple | None  # gates of 16 bits
+    mG: cute.Tensor
+    mBeta: cute.Tensor
+    mA: cute.Tensor | None
+    mBias: cute.Tensor | None
+    mWork: cute.Tensor | None
+    chunks_at: Int32
+    length: Int32
+    heads: cute.FastDivmodDivisorV2
+    group: cute.FastDivmodDivisorV2  # value heads a key head
+    chunks: cute.FastDivmodDivisorV2  # of one of equal lengths
+    count: Int32  # (chunk, head) pairs
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a (chunk, head) lies. there: packed sequences may have fewer chunks than the bound."""
+
+    there: Boolean
+    b: Int32
+    first: Int32
+    tokens: Int32
+    head: Int32
 
 
 class KdaPrep:
@@ -53,6 +89,7 @@ class KdaPrep:
         self.io = IO[config.io]
         self.pieces = config.K // 64
         self.record = Record(config.K)
+        self.gates_by_tma = config.gate_dtype != "fp32"
 
     # ------------------------------------------------------------------ host
     def fake_args(self) -> tuple:
@@ -88,6 +125,7 @@ class KdaPrep:
             Float32(0.0),
             Int32(0),
             Int32(1),
+            Int32(1),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 
@@ -105,19 +143,28 @@ class KdaPrep:
         scale: Float32,
         lower_bound: Float32,
         chunks_at: Int32,  # the schedule's table of chunks
-        chunks: Int32,  # blocks a head
+        chunks: Int32,
+        blocks: Int32,
         stream: cuda.CUstream,
     ):
         c = self.config
-        layout = rows_layout(CHUNK, c.K, 1, self.io)
-        one = cute.slice_(layout, (None, None, 0))
 
         def rows(t):  # (token, channel, head, b)
             return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
 
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        aQ, tQ = cpasync.make_tiled_tma_atom(load, rows(mQ), one, (CHUNK, c.K))
-        aK, tK = cpasync.make_tiled_tma_atom(load, rows(mK), one, (CHUNK, c.K))
+        def loaded(t, dtype):
+            """TMA atom and tensor, and the tile's layout."""
+            layout = rows_layout(CHUNK, c.K, 1, dtype)
+            one = cute.slice_(layout, (None, None, 0))
+            load = cpasync.CopyBulkTensorTileG2SOp()
+            return (*cpasync.make_tiled_tma_atom(load, rows(t), one, (CHUNK, c.K)), layout)
+
+        divisor = cute.FastDivmodDivisorV2
+        aQ, tQ, lX = loaded(mQ, self.io)
+        aK, tK, _ = loaded(mK, self.io)
+        aG, tG, lG = None, None, None
+        if cutlass.const_expr(self.gates_by_tma):
+            aG, tG, lG = loaded(mG, DTYPES[c.gate_dtype])
 
         @cute.struct
         class Shared:
@@ -125,19 +172,24 @@ class KdaPrep:
             norms: cute.struct.Align[cute.struct.MemRange[Int32, NORMS], 16]  # of four warps
             totals: cute.struct.Align[cute.struct.MemRange[Float32, 4 * c.K], 16]
             between: cute.struct.Align[cute.struct.MemRange[Float16, 8 * c.K], 16]
-            k: cute.struct.Align[cute.struct.MemRange[self.io, 2 * CHUNK * 64], 1024]
-            q: cute.struct.Align[cute.struct.MemRange[self.io, 2 * CHUNK * 64], 1024]
+            triangle: cute.struct.Align[cute.struct.MemRange[Int32, TRIANGLE], 16]
+            minus_a: cute.struct.Align[cute.struct.MemRange[Float16, CHUNK * BETWEEN // 2], 16]
+            column: cute.struct.Align[cute.struct.MemRange[Int32, COLUMN], 16]
+            k: cute.struct.Align[cute.struct.MemRange[self.io, CHUNK * 128], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[self.io, CHUNK * 128], 1024]
             back: cute.struct.Align[cute.struct.MemRange[Float16, CHUNK * c.K], 1024]
 
         self.Shared = Shared
         self.kernel(
-            aQ, tQ, aK, tK, layout, mG, mBeta, mA, mBias, mWork, mRecords, scale, lower_bound,
-            chunks_at, mQ.shape[1], mQ.shape[2],
+            aQ, tQ, aK, tK, lX, aG, tG, lG, mG, mBeta, mA, mBias, mWork, mRecords, scale,
+            lower_bound, chunks_at, mQ.shape[1], divisor(mG.shape[2]),
+            divisor(mG.shape[2] // mQ.shape[2]), divisor(ceil_div(mQ.shape[1], CHUNK)),
+            chunks * mG.shape[2],
         ).launch(
-            grid=[chunks * mG.shape[2], 1, 1],
+            grid=[blocks, 1, 1],
             block=[128, 1, 1],
             stream=stream,
-            min_blocks_per_mp=BLOCKS_PER_SM,
+            min_blocks_per_mp=PREP_BLOCKS_PER_SM,
             preferred_smem_carveout=100,
         )  # fmt: skip
 
@@ -149,7 +201,10 @@ class KdaPrep:
         tQ: cute.Tensor,
         aK: cute.CopyAtom,
         tK: cute.Tensor,
-        layout: cute.ComposedLayout,
+        lX: cute.ComposedLayout,
+        aG: cute.CopyAtom | None,
+        tG: cute.Tensor | None,
+        lG: cute.ComposedLayout | None,
         mG: cute.Tensor,
         mBeta: cute.Tensor,
         mA: cute.Tensor | None,
@@ -160,50 +215,12 @@ class KdaPrep:
         lower_bound: Float32,
         chunks_at: Int32,
         length: Int32,
-        key_heads: Int32,
+        heads: cute.FastDivmodDivisorV2,
+        group: cute.FastDivmodDivisorV2,
+        chunks: cute.FastDivmodDivisorV2,
+        count: Int32,
     ):
-        heads = mG.shape[2]
-        block = Int32(cute.arch.block_idx()[0])
-        head, index = block % heads, block // heads  # heads fastest: neighbours in memory
-        if cutlass.const_expr(mWork is None):
-            row = fixed_chunk(index, length, CHUNK)
-            b = row.sequence
-            first = row.begin - b * length
-        else:
-            row = read_chunk(mWork.iterator, chunks_at, index)
-            b = Int32(0)
-            first = row.begin
-        record = Int64(mRecords.iterator.toint()) + Int64(block) * Int64(self.record.bytes)
-        if row.sequence >= 0:  # the last chunks of the bound may not exist
-            self.prepare(
-                aQ, tQ, aK, tK, layout, mG, mBeta, mA, mBias, record, scale, lower_bound,
-                b, first, row.tokens, head, head // (heads // key_heads),
-            )  # fmt: skip
-
-    @cute.jit
-    def prepare(
-        self,
-        aQ: cute.CopyAtom,
-        tQ: cute.Tensor,
-        aK: cute.CopyAtom,
-        tK: cute.Tensor,
-        layout: cute.ComposedLayout,
-        mG: cute.Tensor,
-        mBeta: cute.Tensor,
-        mA: cute.Tensor | None,
-        mBias: cute.Tensor | None,
-        record: Int64,
-        scale: Float32,
-        lower_bound: Float32,
-        b: Int32,
-        first: Int32,
-        tokens: Int32,
-        head: Int32,
-        key_head: Int32,
-    ):
-        c, pieces = self.config, self.pieces
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
         storage = SmemAllocator().allocate(self.Shared)
         full = storage.full.data_ptr()
         if warp == 0:
@@ -211,65 +228,112 @@ class KdaPrep:
                 cute.arch.mbarrier_init(full, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if warp == 0:
-            self.load(aQ, tQ, storage.q, layout, full, b, first, key_head, True)
-            self.load(aK, tK, storage.k, layout, full, b, first, key_head, False)
 
+        inputs = Inputs(
+            q=(aQ, tQ, lX, self.io),
+            k=(aK, tK, lX, self.io),
+            g=(aG, tG, lG, DTYPES[self.config.gate_dtype]) if self.gates_by_tma else None,
+            mG=mG,
+            mBeta=mBeta,
+            mA=mA,
+            mBias=mBias,
+            mWork=mWork,
+            chunks_at=chunks_at,
+            length=length,
+            heads=heads,
+            group=group,
+            chunks=chunks,
+            count=count,
+        )
+        block, blocks = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
+        if warp == 0:
+            self.load(inputs, storage, full, block)
+        for i in cutlass.range(ceil_div(count - block, blocks), unroll=1):
+            index = block + i * blocks
+            place = self.place_of(inputs, index)
+            if place.there:
+                record = Int64(mRecords.iterator.toint()) + Int64(index) * Int64(self.record.bytes)
+                self.prepare(
+                    inputs, storage, full, i, index + blocks, place, record, scale, lower_bound
+                )
+
+    def place_of(self, inputs, index: Int32) -> Place:
+        """Of the index-th (chunk, head). Heads are fastest: neighbours in memory."""
+        chunk, head = (Int32(x) for x in divmod(index, inputs.heads))
+        if cutlass.const_expr(inputs.mWork is None):
+            b, number = (Int32(x) for x in divmod(chunk, inputs.chunks))
+            first = number * CHUNK
+            left = inputs.length - first
+            return Place(Boolean(True), b, first, where(left < CHUNK, left, CHUNK), head)
+        row = read_chunk(inputs.mWork.iterator, inputs.chunks_at, chunk)
+        return Place(row.sequence >= 0, Int32(0), row.begin, row.tokens, head)
+
+    @cute.jit
+    def prepare(
+        self,
+        inputs,
+        storage,
+        full: cute.Pointer,
+        turn: Int32,
+        next_index: Int32,
+        place,
+        record: Int64,
+        scale: Float32,
+        lower_bound: Float32,
+    ):
+        c, pieces = self.config, self.pieces
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
         me = self.warp_of(storage, warp, lane)
-        valid = tokens - 16 * warp
-        gates = self.gates(mG, mA, lower_bound, b, first + 16 * warp, head, lane, valid)
-        words = gates.load(0)
+        valid = place.tokens - 16 * warp
         token = lane & 15
         beta = Float32(0.0)
         if token < valid:
-            at = (
-                Int64(b) * Int64(mBeta.stride[0])
-                + Int64(first + 16 * warp + token) * Int64(mBeta.stride[1])
-                + Int64(head) * Int64(mBeta.stride[2])
-            )
-            given = Float32(cute.make_tensor(mBeta.iterator + at, cute.make_layout(1))[0])
-            beta = step_size(c.beta, given)
-        me.write_beta(beta)
+            beta = step_size(c.beta, self.given_beta(inputs.mBeta, place, 16 * warp + token))
+        gates = self.gates(inputs, me, lower_bound, place, warp, lane, valid)
+        words = [] if self.gates_by_tma else gates.load(0)
 
-        cute.arch.mbarrier_wait(full, 0)
+        cute.arch.mbarrier_wait(full, turn & 1)
         if valid < 16:
-            me.clear_past_end(valid, pieces)
+            for tile in (me.k, me.q):
+                me.fill_past_end(tile, valid, pieces, 0)
+            if cutlass.const_expr(self.gates_by_tma):
+                gates.clear_past_end(pieces)
             cute.arch.sync_warp()
         me.write_norms(scale, pieces)
+        me.write_beta(beta)
         cute.arch.sync_warp()
 
         scores = [[Float32(0.0)] * 4 for _ in LEVELS]
-        # where the next piece's gates fit into the registers; 4: they come when they are needed
-        fetch = 3 if c.gate_dtype == "fp32" else 1 if c.bias else len(LEVELS)
         for piece in cutlass.range_constexpr(pieces):
-            if cutlass.const_expr(piece > 0 and fetch == len(LEVELS)):
+            if cutlass.const_expr(piece > 0 or self.gates_by_tma):
                 words = gates.load(piece)
             bias = [Float32(0.0)] * 2
             if cutlass.const_expr(c.bias):
-                at = head * c.K + (64 * piece + 2 * lane)
-                bias = [mBias[at], mBias[at + 1]]
-            decays, total = decay_products(lambda r: gates.factors(r, words[r], bias))  # noqa: B023
+                at = place.head * c.K + (64 * piece + 2 * lane)
+                bias = [inputs.mBias[at], inputs.mBias[at + 1]]
+            decays, total = decay_products(gates.factors(words, bias))
             ptx.store_shared(me.totals + warp * (4 * c.K) + lane * 8, 256 * piece, total, "f")
             kb, q = me.normalised(piece)
             kf = [ptx.multiply_halves(x, d) for x, d in zip(kb, decays[1], strict=True)]
             qf = [ptx.multiply_halves(x, d) for x, d in zip(q, decays[1], strict=True)]
-            cute.arch.sync_warp()  # the piece's k and q have been read
+            cute.arch.sync_warp()  # the piece's inputs have been read
             for level in cutlass.range_constexpr(len(LEVELS)):
                 me.write_level(level, piece, kf, qf, kb)
                 cute.arch.sync_warp()
                 scores[level] = me.multiply_level(level, piece, scores[level])
                 widen(LEVELS[level], kf, qf, kb, decays[LEVELS[level]])
-                if cutlass.const_expr(level == fetch and piece + 1 < pieces):
-                    words = gates.load(piece + 1)
             cute.arch.sync_warp()
             me.write_operands(piece, kf, qf, kb)
         cute.arch.sync_threads()
 
+        lane = ptx.anew(lane)  # the addresses that follow would wait in registers
+        me = self.warp_of(storage, warp, lane)
         before, after, total = me.read_totals()
         rows = record + Int64(warp * ROWS)
-        me.write_rows(me.k, rows + Int64(self.record.kg), before, ptx.pack_bfloat)
-        me.write_rows(me.q, rows + Int64(self.record.qg), before, ptx.pack_bfloat)
-        me.write_rows(me.back, rows + Int64(self.record.kr), after, ptx.pack_half)
+        me.write_rows(me.k, rows + Int64(self.record.kg), before)
+        me.write_rows(me.q, rows + Int64(self.record.qg), before)
+        me.write_rows(me.back, rows + Int64(self.record.kr), after)
         if warp == 0:
             target = record + Int64(self.record.decay) + Int64(lane % (c.K // 8) * 32)
             for half in cutlass.range_constexpr(2):
@@ -278,57 +342,50 @@ class KdaPrep:
 
         kf, qf = me.fragments(me.k, pieces), me.fragments(me.q, pieces)
         cute.arch.sync_warp()
-        # the warp's rows of k and q are free
-        triangle, minus_a, aqk, column = me.k, me.k + PIECE, me.q, me.q + PIECE
+        aqk = me.q  # the warp's rows of q are free
         for i in cutlass.range_constexpr(4):
             ptx.store_shared(aqk + lane * 16, 512 * i, [0] * 4)
         cute.arch.sync_warp()
-        me.write_diagonal(scores, triangle, aqk)
+        me.write_diagonal(scores, aqk)
         if warp > 0:
-            me.multiply_earlier(0, kf, qf, minus_a, aqk)
+            me.multiply_earlier(0, kf, qf, aqk)
         if warp > 1:
-            me.multiply_earlier(1, kf, qf, minus_a, aqk)
+            me.multiply_earlier(1, kf, qf, aqk)
         if warp > 2:
-            me.multiply_earlier(2, kf, qf, minus_a, aqk)
+            me.multiply_earlier(2, kf, qf, aqk)
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(4):
             piece = ptx.load_shared(aqk + lane * 16, 512 * i, 4)
             ptx.store_global(rows + Int64(self.record.aqk) + Int64(lane * 16), 512 * i, piece)
-        invert_diagonal(me, triangle, column)
+        invert_diagonal(me)
+        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
-        of_warp_0 = warp * ROWS
-        write_column(
-            me,
-            triangle - of_warp_0,
-            minus_a - of_warp_0,
-            column,
-            record + Int64(self.record.t),
-        )
+        if warp == 0:
+            self.load(inputs, storage, full, next_index)
+        write_column(me, record + Int64(self.record.t))
 
     @cute.jit
-    def load(
-        self,
-        atom: cute.CopyAtom,
-        tensor: cute.Tensor,
-        tile,
-        layout: cute.ComposedLayout,
-        full: cute.Pointer,
-        b: Int32,
-        first: Int32,
-        head: Int32,
-        expect: cutlass.Constexpr,
-    ):
-        """Starts a tile's load; the first announces the bytes of both.
+    def load(self, inputs, storage, full: cute.Pointer, index: Int32):
+        """Starts the loads of the index-th (chunk, head), by one warp, if there is one."""
+        if index < inputs.count:
+            place = self.place_of(inputs, index)
+            if place.there:
+                loads = (2 + self.gates_by_tma) * self.record.rows
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, loads)
+                key_head, _ = divmod(place.head, inputs.group)
+                self.load_tile(inputs.k, storage.k, full, place, key_head)
+                self.load_tile(inputs.q, storage.q, full, place, key_head)
+                if cutlass.const_expr(self.gates_by_tma):
+                    self.load_tile(inputs.g, storage.back, full, place, place.head)
 
-        Past the tensor's end TMA fills in zeros.
-        """
-        if cutlass.const_expr(expect):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * self.record.rows)
-        rows = cute.domain_offset((first, 0), tensor[None, None, head, b])
+    def load_tile(self, source: tuple, tile, full: cute.Pointer, place, head: Int32) -> None:
+        """Past the tensor's end TMA fills in zeros."""
+        atom, tensor, layout, dtype = source
+        rows = cute.domain_offset((place.first, 0), tensor[None, None, head, place.b])
         chunk = cute.local_tile(rows, (CHUNK, self.config.K), (0, 0))
         shared = cute.make_tensor(
-            cute.recast_ptr(tile.data_ptr(), layout.inner, dtype=self.io), layout.outer
+            cute.recast_ptr(tile.data_ptr(), layout.inner, dtype=dtype), layout.outer
         )
         sX, gX = cpasync.tma_partition(
             atom,
@@ -341,43 +398,50 @@ class KdaPrep:
 
     # ------------------------------------------------------------------ pieces
     def warp_of(self, storage, warp: Int32, lane: Int32) -> BlockWarp:
-        k, q, back, norms, totals, between = (
-            Int32(x.data_ptr().toint())
-            for x in (
-                storage.k,
-                storage.q,
-                storage.back,
-                storage.norms,
-                storage.totals,
-                storage.between,
-            )
-        )
+        names = ("k", "q", "back", "norms", "totals", "between", "triangle", "minus_a", "column")
+        at = {name: Int32(getattr(storage, name).data_ptr().toint()) for name in names}
         return BlockWarp(
             config=self.config,
             warp=warp,
             lane=lane,
-            k=k + warp * ROWS,
-            q=q + warp * ROWS,
-            back=back + warp * ROWS,
-            tile_back=back,
-            norms=norms + warp * NORMS,
-            totals=totals,
-            between=between + warp * (4 * self.config.K),
+            k=at["k"] + warp * ROWS,
+            q=at["q"] + warp * ROWS,
+            back=at["back"] + warp * ROWS,
+            tile_back=at["back"],
+            norms=at["norms"] + warp * NORMS,
+            totals=at["totals"],
+            between=at["between"] + warp * (4 * self.config.K),
+            triangles=at["triangle"],
+            minus_a=at["minus_a"],
+            column=at["column"] + warp * COLUMN,
         )
 
-    def gates(self, mG, mA, lower_bound, b, first, head, lane, valid) -> GateReader:
+    def given_beta(self, mBeta, place, token: Int32) -> Float32:
+        at = (
+            Int64(place.b) * Int64(mBeta.stride[0])
+            + Int64(place.first + token) * Int64(mBeta.stride[1])
+            + Int64(place.head) * Int64(mBeta.stride[2])
+        )
+        return Float32(cute.make_tensor(mBeta.iterator + at, cute.make_layout(1))[0])
+
+    def gates(self, inputs, me, lower_bound, place, warp, lane, valid) -> GateReader:
+        mG, mA = inputs.mG, inputs.mA
+        rate = Float32(1.0)
+        if cutlass.const_expr(mA is not None):
+            rate = cute.arch.fmax(math.exp(mA[place.head]), Float32(LEAST_RATE))
         size = mG.element_type.width // 8
         at = (
-            Int64(b) * Int64(mG.stride[0])
-            + Int64(first) * Int64(mG.stride[1])
-            + Int64(head) * Int64(mG.stride[2])
+            Int64(place.b) * Int64(mG.stride[0])
+            + Int64(place.first + 16 * warp) * Int64(mG.stride[1])
+            + Int64(place.head) * Int64(mG.stride[2])
             + Int64(2 * lane)
         )
         return GateReader(
             config=self.config,
+            warp=me,
             address=Int64(mG.iterator.toint()) + at * Int64(size),
             stride=Int64(mG.stride[1]) * Int64(size),
             valid=valid,
-            rate=Float32(1.0) if mA is None else math.exp(mA[head]),
+            rate=rate,
             lower_bound=lower_bound,
         )

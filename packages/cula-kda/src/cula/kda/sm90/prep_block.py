@@ -38,6 +38,8 @@ class BlockWarp:
     rows of 128 bytes, 16-byte units in the order unit ^ (row % 8).
     tile_back: of the whole tile of kb. norms: of its numbers. totals: of all warps' products of
     decays, [warp, K] numbers. between: of its factors against blocks 0 and 1, [2, K] halves.
+    triangles, minus_a: of all warps' 16 x 16 diagonal blocks of -A, [column, row] numbers, later of
+    their inverses; and of what is left of them, BETWEEN bytes a row. column: see prep_inverse.
     """
 
     config: object
@@ -50,8 +52,16 @@ class BlockWarp:
     norms: Int32
     totals: Int32
     between: Int32
+    triangles: Int32
+    minus_a: Int32
+    column: Int32
 
     # ---------------------------------------------------------------- places
+    @property
+    def triangle(self):
+        """Of its own diagonal block."""
+        return self.triangles + self.warp * TRIANGLE
+
     def channel(self, base, row: int):
         """(address, offset) of a row's two channels of this lane, in the first piece."""
         return base + ((self.lane * 4) ^ (row % 8 * 16)), row * 128
@@ -62,14 +72,19 @@ class BlockWarp:
         unit = (self.lane >> 4) ^ (self.lane & 7)
         return base + (row * 128 + ((unit << 4) ^ (step * 32)))
 
+    def columns(self, base, step: int):
+        """The same as right operands: the two words of 8 rows next to each other."""
+        row, unit = (self.lane & 7) + (self.lane >> 4 << 3), (self.lane >> 3) & 1
+        return base + (row * 128 + ((unit ^ (self.lane & 7)) << 4 ^ (step * 32)))
+
     # ---------------------------------------------------------------- norms
-    def clear_past_end(self, valid: Int32, pieces: int) -> None:
-        """Zeros the rows of tokens that are not the sequence's."""
+    def fill_past_end(self, base, valid: Int32, pieces: int, word: int) -> None:
+        """Its rows of a tile that are not the sequence's."""
         for row in range(BLOCK):
             gone = row >= valid
-            for base in (self.k, self.q):
-                for piece in range(pieces):
-                    ptx.store_shared_if(gone, base + self.lane * 4, piece * PIECE + row * 128, 0)
+            for piece in range(pieces):
+                place = base + self.lane * 4
+                ptx.store_shared_if(gone, place, piece * PIECE + row * 128, word)
 
     def write_norms(self, scale, pieces: int) -> None:
         """1/|k|, scale/|q| and the scores' diagonal of the 16 tokens.
@@ -107,6 +122,14 @@ class BlockWarp:
     def write_beta(self, beta) -> None:
         """Lane l's beta is that of token l % 16."""
         ptx.store_shared(self.norms + (self.lane & 15) * 4, 192, [beta], "f")
+
+    def gate_words(self, piece: int) -> list:
+        """The lane's two channels of gates of 16 bits, for 16 tokens."""
+        words = []
+        for row in range(BLOCK):
+            address, offset = self.channel(self.back, row)
+            words.append(ptx.load_shared(address, piece * PIECE + offset, 1))
+        return words
 
     def normalised(self, piece: int) -> tuple[list, list]:
         """The lane's two channels of k / |k| and scale q / |q|, as halves, for 16 tokens."""
@@ -181,7 +204,8 @@ class BlockWarp:
         return range(BLOCK * self.config.K // 256)
 
     def read_totals(self) -> tuple[list, list, list]:
-        """Of the lane's 8 channels: the decays of the blocks before, of those after, and of all.
+        """Of the lane's 8 channels: the decays of the blocks before and of those after, as halves,
+        and of all.
 
         Writes the factors between blocks, too.
         """
@@ -194,23 +218,25 @@ class BlockWarp:
             for half in range(2):
                 d += ptx.load_shared(place, block * 4 * self.config.K + 16 * half, 4, "f")
             earlier, later = (block < self.warp), (block > self.warp)
-            past = [math.select(earlier, x, 1.0) for x in d]
-            before = _products(before, past)
-            after = _products(after, [math.select(later, x, 1.0) for x in d])
             total = _products(total, d)
-            between = [_products(x, past) if block > j else x for j, x in enumerate(between)]
+            if block < 3:
+                before = _products_if(earlier, before, d)
+            if block > 0:
+                after = _products_if(later, after, d)
+            for j in range(min(block, 2)):
+                if block < 3:
+                    between[j] = _products_if(earlier, between[j], d)
         for j, factors in enumerate(between):
-            words = [ptx.pack_half(*factors[i : i + 2]) for i in range(0, 8, 2)]
-            ptx.store_shared(self.between + channel * 2, j * 2 * self.config.K, words)
-        return before, after, total
+            place = self.between + channel * 2
+            ptx.store_shared(place, j * 2 * self.config.K, _halves(factors))
+        return _halves(before), _halves(after), total
 
-    def write_rows(self, source: Int32, target, factors: list, pack) -> None:
+    def write_rows(self, source: Int32, target, factors: list) -> None:
         """Vectors times the lane's factors, into a record's tile. target: of this warp's rows."""
         for step in self.steps():
             place = self.place(step)
-            x = [y for word in ptx.load_shared(source + place, 0, 4) for y in ptx.unpack_half(word)]
-            x = _products(x, factors)
-            words = [pack(*x[i : i + 2]) for i in range(0, 8, 2)]
+            words = ptx.load_shared(source + place, 0, 4)
+            words = [ptx.multiply_halves(x, f) for x, f in zip(words, factors, strict=True)]
             ptx.store_global(target + Int64(place), 0, words)
 
     def fragments(self, base, pieces: int) -> list:
@@ -222,10 +248,9 @@ class BlockWarp:
         ]
 
     # ---------------------------------------------------------------- scores
-    def write_diagonal(self, scores: list, triangle: Int32, aqk: Int32) -> None:
-        """The levels' scores, where they belong.
+    def write_diagonal(self, scores: list, aqk: Int32) -> None:
+        """The levels' scores, where they belong; of -A only row > column is written.
 
-        triangle: -A of the block, [column, row] numbers, of which only row > column is written.
         aqk: 16 rows of the scores of queries, 128 bytes each, swizzled as in a record.
         """
         u, pair = self.lane >> 2, (self.lane & 3) * 2
@@ -236,7 +261,7 @@ class BlockWarp:
                 low = pair + j
                 column = ((low >> level) << (level + 1)) + (low & (L - 1))
                 there = u >> level == low >> level
-                place = triangle + column * 64 + row * 4
+                place = self.triangle + (column * 64 + row * 4)
                 value = scores[level][j] * minus_beta
                 ptx.store_shared_if(there, place, 0, value, "f")
                 ptx.store_shared_half_if(
@@ -251,32 +276,29 @@ class BlockWarp:
         unit = (2 * self.warp + (column >> 3)) ^ (row & 7)
         return aqk + row * 128 + (unit << 4) + (column & 7) * 2
 
-    def multiply_earlier(self, j: int, kf: list, qf: list, minus_a: Int32, aqk: Int32) -> None:
-        """The scores against the tokens of warp j < this one, from fragments of kf and qf.
-
-        minus_a: 16 rows of -A left of the diagonal block, BETWEEN bytes each.
-        """
+    def multiply_earlier(self, j: int, kf: list, qf: list, aqk: Int32) -> None:
+        """The scores against the tokens of warp j < this one, from fragments of kf and qf."""
         zero = [Float32(0.0)] * 4
         a, s = [zero, zero], [zero, zero]
         factors = self.between + (self.lane & 3) * 4
         for step, (k, q) in enumerate(zip(kf, qf, strict=True)):
-            place = self.fragment(self.tile_back, step % 4)
+            place = self.columns(self.tile_back, step % 4)
             b = ptx.load_matrices(place, step // 4 * PIECE + j * ROWS)
             if j < 2:  # block 2 is only ever next to block 3
                 f0, f1 = (
                     ptx.load_shared(factors, j * 2 * self.config.K + step * 32 + 16 * i, 1)[0]
                     for i in range(2)
                 )
-                b = [ptx.multiply_halves(x, f) for x, f in zip(b, (f0, f0, f1, f1), strict=True)]
+                b = [ptx.multiply_halves(x, f) for x, f in zip(b, (f0, f1, f0, f1), strict=True)]
             for n in range(2):
-                a[n] = ptx.multiply_add(a[n], k, (b[n], b[n + 2]))
-                s[n] = ptx.multiply_add(s[n], q, (b[n], b[n + 2]))
+                a[n] = ptx.multiply_add(a[n], k, b[2 * n : 2 * n + 2])
+                s[n] = ptx.multiply_add(s[n], q, b[2 * n : 2 * n + 2])
         u, pair = self.lane >> 2, (self.lane & 3) * 4
         for i in range(2):
             minus_beta = -ptx.load_shared(self.norms + u * 4, 192 + 32 * i, 1, "f")[0]
             for n in range(2):
                 word = ptx.pack_half(a[n][2 * i] * minus_beta, a[n][2 * i + 1] * minus_beta)
-                place = minus_a + u * BETWEEN + pair
+                place = self.minus_a + (self.warp * (BLOCK * BETWEEN) + u * BETWEEN + pair)
                 ptx.store_shared(place, 8 * i * BETWEEN + 32 * j + 16 * n, [word])
                 word = ptx.pack_half(s[n][2 * i], s[n][2 * i + 1])
                 unit = (2 * j + n) ^ (u & 7)
@@ -285,6 +307,14 @@ class BlockWarp:
 
 def _products(x: list, y: list) -> list:
     return [a * b for a, b in zip(x, y, strict=True)]
+
+
+def _products_if(condition, x: list, y: list) -> list:
+    return [ptx.multiply_if(condition, a, b) for a, b in zip(x, y, strict=True)]
+
+
+def _halves(x: list) -> list:
+    return [ptx.pack_half(*x[i : i + 2]) for i in range(0, len(x), 2)]
 
 
 def decay_products(factors) -> tuple[dict, list]:

@@ -13,80 +13,107 @@ from cula.common.cute import math
 from cula.kda.sm90 import ptx
 
 DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
-LN2 = 0.6931471805599453
+LEAST_RATE = 1.2e-38  # about the least normal number
 
 
-def factors_given(g) -> list:
-    return [math.exp(x) for x in g]
+def given_factor():
+    return lambda x, channel: math.exp(x)
 
 
-def factors_softplus(g, bias, rate) -> list:
+def softplus_factor(bias, rate):
     """(1 + e^x)^-rate = 2^(-rate log2(1 + e^x)), x = g + bias."""
-    found = []
-    for x, b in zip(g, bias, strict=True):
-        e = math.exp(x + b)
-        # log2(1 + e) loses the digits of a small e, and e overflows where log2(1 + e) is x / ln 2
+    offsets = [b * Float32(math.LOG2E) for b in bias]
+
+    def factor(g, channel):
+        x = g * Float32(math.LOG2E) + offsets[channel]  # of 2
+        e = cute.math.exp2(x, fastmath=True)
+        # log2(1 + e) loses the digits of a small e, and e overflows where log2(1 + e) is x
         small = math.horner(e, [1 / 3, -1 / 2, 1.0]) * e * Float32(math.LOG2E)
         power = math.select(e < Float32(1 / 64), small, ptx.log2(Float32(1.0) + e))
-        power = math.select(x + b > Float32(64.0), (x + b) * Float32(math.LOG2E), power)
-        found.append(cute.math.exp2(-rate * power, fastmath=True))
-    return found
+        power = math.select(x > Float32(90.0), x, power)
+        return cute.math.exp2(-rate * power, fastmath=True)
+
+    return factor
 
 
-def factors_bounded(g, bias, rate, lower_bound) -> list:
+def bounded_factor(bias, rate, lower_bound):
     """e^(lower_bound sigmoid(rate x)), x = g + bias."""
-    found = []
-    for x, b in zip(g, bias, strict=True):
-        found.append(math.exp(lower_bound * math.sigmoid(rate * (x + b))))
-    return found
+    slope = -rate * Float32(math.LOG2E)
+    offsets = [b * slope for b in bias]
+    bound = lower_bound * Float32(math.LOG2E)
+
+    def factor(g, channel):
+        e = cute.math.exp2(g * slope + offsets[channel], fastmath=True)
+        return cute.math.exp2(bound * math.reciprocal(Float32(1.0) + e), fastmath=True)
+
+    return factor
 
 
 @dataclass(frozen=True)
 class GateReader:
     """One warp's gates: the lane's two channels of 16 tokens, in each piece of 64 channels.
 
+    Gates of 16 bits come with the keys, into the warp's rows of `back`; those of 32 bits are read
+    from memory. Past the end is what makes a factor of 1.
+
     address: of the lane's first channel of the block's first token. stride: bytes between tokens.
-    valid: how many of the block's tokens exist.
+    valid: how many of the block's tokens exist. rate: e^A_log, not below the least normal number,
+    so that its product with an infinite gate is one.
     """
 
     config: object
+    warp: object
     address: Int64
     stride: Int64
     valid: Int32
     rate: Float32
     lower_bound: Float32
 
+    @property
+    def neutral(self) -> int:
+        """A word of gates that decay nothing: 0, or where functions of gates decay, -infinity."""
+        if self.config.gate == "given":
+            return 0
+        return {"bf16": 0xFF80FF80, "fp16": 0xFC00FC00, "fp32": 0xFF800000}[self.config.gate_dtype]
+
+    def clear_past_end(self, pieces: int) -> None:
+        """Of gates of 16 bits."""
+        self.warp.fill_past_end(self.warp.back, self.valid, pieces, self.neutral)
+
     def load(self, piece: int) -> list:
-        """The words of 16 tokens; zeros past the end."""
-        dtype = DTYPES[self.config.gate_dtype]
-        count = dtype.width // 16
-        step = 64 * dtype.width // 8
+        """The words of 16 tokens."""
+        if self.config.gate_dtype != "fp32":
+            return self.warp.gate_words(piece)
         address = ptx.anew(self.address)  # the rows' addresses would wait in registers
         return [
             ptx.load_global_if(
                 (row < self.valid),
                 address + self.stride * Int64(row),
-                piece * step,
-                count,
+                piece * 256,
+                2,
+                self.neutral,
             )
             for row in range(16)
         ]
 
-    def factors(self, row: int, words, bias) -> list:
-        """e^g of a token's two channels; 1 past the end."""
-        if self.config.gate_dtype == "fp32":
-            g = [word.bitcast(Float32) for word in words]
-        else:
-            g = ptx.unpack(words[0], self.config.gate_dtype)
-        form = self.config.gate
+    def factors(self, words: list, bias: list):
+        """e^g of a token's two channels, as a function of the token; words: of `load`."""
+        form, dtype = self.config.gate, self.config.gate_dtype
         if form == "given":
-            found = factors_given(g)
+            factor = given_factor()
         elif form == "softplus":
-            found = factors_softplus(g, bias, self.rate)
+            factor = softplus_factor(bias, self.rate)
         else:  # without A_log ("sigmoid") the rate is 1
-            found = factors_bounded(g, bias, self.rate, self.lower_bound)
-        there = row < self.valid
-        return [math.select(there, x, 1.0) for x in found]
+            factor = bounded_factor(bias, self.rate, self.lower_bound)
+
+        def of(row: int) -> list:
+            if dtype == "fp32":
+                g = [word.bitcast(Float32) for word in words[row]]
+            else:
+                g = ptx.unpack(words[row][0], dtype)
+            return [factor(x, channel) for channel, x in enumerate(g)]
+
+        return of
 
 
 def step_size(form: str, beta) -> Float32:

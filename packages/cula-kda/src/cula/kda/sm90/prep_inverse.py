@@ -13,17 +13,19 @@ from cula.common.cute import math
 from cula.common.varlen.device import where
 from cula.kda.sm90 import ptx
 from cula.kda.sm90.config import BLOCK
-from cula.kda.sm90.prep_block import BETWEEN, ROWS
+from cula.kda.sm90.prep_block import BETWEEN, ROWS, TRIANGLE
 
 INVERSE_ROW = 48  # bytes a row of X: 16 halves, and a skew
 COLUMN_ROW = 32  # bytes a row of a block column of T
+COLUMN = 4 * BLOCK * COLUMN_ROW  # bytes of one
 
 
-def invert_diagonal(warp, triangle: Int32, column: Int32) -> None:
+def invert_diagonal(warp) -> None:
     """X = (I + A)^-1 of the warp's own block, over -A; and X diag(beta) into its place in T.
 
     Lane l has column l % 16 of X.
     """
+    triangle, column = warp.triangle, warp.column
     c = warp.lane & 15
     x = [math.select((c == row), 1.0, 0.0) for row in range(BLOCK)]
     for m in range(BLOCK - 1):
@@ -42,14 +44,13 @@ def invert_diagonal(warp, triangle: Int32, column: Int32) -> None:
         ptx.store_shared_half(place + pitch * row, 0, x[row] * factor)
 
 
-def write_column(warp, triangles: Int32, minus_a: Int32, column: Int32, target: Int64) -> None:
-    """Block column `warp` of T into a record's tile.
-
-    triangles, minus_a: of warp 0; those of the others follow ROWS bytes apart. All warps have
-    written theirs.
-    """
+def write_column(warp, target: Int64) -> None:
+    """Block column `warp` of T into a record's tile; all warps have inverted their blocks."""
+    column = warp.column
     row, unit = (warp.lane & 7) + ((warp.lane >> 4) << 3), (warp.lane >> 3) & 1
     mine = column + row * COLUMN_ROW + unit * 16
+    minus_a = warp.minus_a + row * BETWEEN + unit * 16
+    inverses = warp.triangles + row * INVERSE_ROW + unit * 16
     diagonal = ptx.load_matrices(mine + warp.warp * (BLOCK * COLUMN_ROW), 0, transposed=True)
     zero = [Float32(0.0)] * 4
     # blocks[i] = T_ij transposed; above the diagonal 0
@@ -59,11 +60,11 @@ def write_column(warp, triangles: Int32, minus_a: Int32, column: Int32, target: 
         if i > 0:
             total = [zero, zero]
             for m in range(i):
-                b = ptx.load_matrices(minus_a + row * BETWEEN + unit * 16, i * ROWS + 32 * m)
+                b = ptx.load_matrices(minus_a, i * BLOCK * BETWEEN + 32 * m)
                 total = [
                     ptx.multiply_add(total[n], blocks[m], b[2 * n : 2 * n + 2]) for n in range(2)
                 ]
-            b = ptx.load_matrices(triangles + row * INVERSE_ROW + unit * 16, i * ROWS)
+            b = ptx.load_matrices(inverses, i * TRIANGLE)
             operand = _operand(total)
             below = _operand(
                 [ptx.multiply_add(zero, operand, b[2 * n : 2 * n + 2]) for n in range(2)]

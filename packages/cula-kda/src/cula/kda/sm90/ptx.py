@@ -88,12 +88,12 @@ def store_shared_half_if(condition, address, value) -> None:
     _instruction(text, "", [address, value, condition], "rfb", effects=True)
 
 
-def load_global_if(condition, address, offset: int, count: int) -> list:
-    """`count` words, or zeros where the condition fails; read once, so kept out of L1."""
-    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
+def load_global_if(condition, address, offset: int, count: int, otherwise: int) -> list:
+    """`count` words, or others where the condition fails; read once, so kept out of L1."""
+    others = " ".join(f"mov.b32 ${i}, {otherwise};" for i in range(count))
     where = f"[${count}+{offset}]"
     load = f"@${count + 1} ld.global.L1::no_allocate{_vector(count)}.b32"
-    text = f"{zeros} {load} {_registers(0, count)}, {where};"
+    text = f"{others} {load} {_registers(0, count)}, {where};"
     operands = [address, condition]
     found = _instruction(text, "r" * count, operands, "lb", effects=True, early=True)
     return [found] if count == 1 else found
@@ -113,12 +113,13 @@ def copy_to_shared(shared, source, size: int, barrier) -> None:
     _instruction(text, "", [shared, source, barrier], "rlr", effects=True)
 
 
-def anew(address) -> Int64:
-    """The same address, of which the compiler does not know it.
+def anew(x):
+    """The same Int32 or Int64, of which the compiler does not know it.
 
     What is computed from it is computed here, and not kept from before.
     """
-    return _instruction("mov.b64 $0, $1;", "l", [address], "l", effects=True)
+    kind, width = ("l", 64) if isinstance(x, Int64) else ("r", 32)
+    return _instruction(f"mov.b{width} $0, $1;", kind, [x], kind, effects=True)
 
 
 # -------------------------------------------------------------------- matrix fragments
@@ -155,11 +156,6 @@ def pack_half(low, high) -> Int32:
     return _instruction("cvt.rn.f16x2.f32 $0, $2, $1;", "r", [low, high], "ff", effects=False)
 
 
-def pack_bfloat(low, high) -> Int32:
-    """Two numbers rounded to bfloat16."""
-    return _instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", "r", [low, high], "ff", effects=False)
-
-
 def unpack_half(word) -> list:
     text = "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }"
     return _instruction(text, "ff", [word], "r", effects=False)
@@ -173,6 +169,12 @@ def unpack_bfloat(word) -> list:
 
 def unpack(word, io: str) -> list:
     return unpack_half(word) if io == "fp16" else unpack_bfloat(word)
+
+
+def multiply_if(condition, x, y) -> Float32:
+    """x y where the condition holds, else x, by a predicate."""
+    text = "{ mov.b32 $0, $1; @$3 mul.f32 $0, $1, $2; }"
+    return _instruction(text, "f", [x, y, condition], "ffb", effects=False, early=True)
 
 
 def multiply_halves(x, y) -> Int32:

@@ -114,7 +114,7 @@ class KdaScan:
         stream: cuda.CUstream,
     ):
         c = self.config
-        lK = rows_layout(CHUNK, c.K, self.stages, BFloat16)
+        lK = rows_layout(CHUNK, c.K, self.stages, Float16)
         lSquare = rows_layout(CHUNK, CHUNK, self.stages, Float16)
         lKr = columns_layout(c.K, CHUNK, self.stages, Float16)
         lV = columns_layout(PART, CHUNK, self.stages, self.io)
@@ -138,8 +138,8 @@ class KdaScan:
             full: cute.struct.MemRange[Int64, self.stages]
             empty: cute.struct.MemRange[Int64, self.stages]
             decay: cute.struct.Align[cute.struct.MemRange[Float32, c.K * self.stages], 16]
-            kg: tile(lK, BFloat16)
-            qg: tile(lK, BFloat16)
+            kg: tile(lK, Float16)
+            qg: tile(lK, Float16)
             kr: tile(lKr, Float16)
             t: tile(lSquare, Float16)
             aqk: tile(lSquare, Float16)
@@ -293,9 +293,6 @@ class KdaScan:
             cute.arch.mbarrier_wait(shared.full + s, i // stages % 2)
             warpgroup.wait_group(0)
             g.round_output()
-            if i > 0:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(shared.empty + (i - 1) % stages)
             g.load_values(s)
             if cutlass.const_expr(self.config.varlen):
                 if unit.tokens - i * CHUNK < CHUNK:
@@ -309,6 +306,8 @@ class KdaScan:
             # while these run: the output of the chunk before
             if i > 0:
                 self.store_output(g, thread)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(shared.empty + (i - 1) % stages)
                 if thread < 32:
                     cute.copy(aO, sO[(None, 0)], gO[(None, unit.part, i - 1)])
                     cute.arch.cp_async_bulk_commit_group()

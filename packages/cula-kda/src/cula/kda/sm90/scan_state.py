@@ -11,7 +11,7 @@ product acts on rows alone, so nothing else changes. A channel's unit only grows
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32
+from cutlass import Float16, Float32, Int32
 from cutlass.cute.nvgpu import warp
 
 from cula.common.cute import math
@@ -20,7 +20,7 @@ from cula.kda.sm90 import ptx
 from cula.kda.sm90.config import CHUNK
 from cula.kda.sm90.layouts import Product
 
-GROWTH = 64.0  # a channel's values may reach this many units before the unit grows
+GROWTH = 16.0  # a channel's values may reach this many units before the unit grows
 
 
 # Frozen: CuTe DSL lets dynamic loops read a frozen dataclass from outside.
@@ -36,8 +36,7 @@ class ScanState:
     key_dim: int
     thread: Int32
     decay: Int32
-    past: Product
-    present: Product
+    tokens: Product
     states: Product
     kg: cute.Tensor
     qg: cute.Tensor
@@ -59,17 +58,17 @@ class ScanState:
     # ---------------------------------------------------------------- products
     def issue_past(self, stage):
         """X = S^T (K e^G)^T and O = S^T (Q e^G)^T."""
-        self.past.issue(self.X, self.s_operand[0], self.kg, stage)
-        self.past.issue(self.O, self.s_operand[0], self.qg, stage)
+        self.tokens.issue(self.X, self.s_operand[0], self.kg, stage)
+        self.tokens.issue(self.O, self.s_operand[0], self.qg, stage)
 
     def issue_values(self, stage):
         """V'^T = X^T T^T."""
-        self.present.issue(self.V, self.x_operand[0], self.t, stage)
+        self.tokens.issue(self.V, self.x_operand[0], self.t, stage)
 
     def issue_present(self, stage):
         """What the chunk adds to the state; then O += V'^T Aqk^T."""
         self.states.issue(self.D, self.v_operand[0], self.kr, stage)
-        self.present.issue(self.O, self.v_operand[0], self.aqk, stage, add=True)
+        self.tokens.issue(self.O, self.v_operand[0], self.aqk, stage, add=True)
 
     # ---------------------------------------------------------------- register work
     def load_values(self, stage):
@@ -130,7 +129,7 @@ class ScanState:
         numbers.store(rounded.load().to(Float32))
         for x in range(cute.size(numbers)):
             numbers[x] = numbers[x] * factors[x // 2 % 2]
-        rounded.store(numbers.load().to(BFloat16))
+        rounded.store(numbers.load().to(Float16))
 
     def _set_units(self, largest):
         """The powers of two at or below the values, and their inverses; both stay normal."""
@@ -145,7 +144,7 @@ class ScanState:
             self.S[x] = self.S[x] * factors[x // 2 % 2]
 
     def round_state(self):
-        self.s_operand[1].store(self.S.load().to(BFloat16))
+        self.s_operand[1].store(self.S.load().to(Float16))
 
     def round_difference(self):
         """X = V - S^T (K e^G)^T, in the rows' units."""
@@ -188,39 +187,37 @@ class ScanState:
 
 def scan_state(shared, config, dtype, thread) -> ScanState:
     """`shared`: the block's tiles (scan.SharedMemory); dtype: of v and o."""
-    past = Product(CHUNK, BFloat16)
-    present = Product(CHUNK, Float16)
+    tokens = Product(CHUNK, Float16)
     states = Product(config.K, Float16, b_mn_major=True)
     S, D = states.accumulator(thread), states.accumulator(thread)
-    X, V, O = (present.accumulator(thread) for _ in range(3))
+    X, V, O = (tokens.accumulator(thread) for _ in range(3))
     raw, rounded = (cute.make_rmem_tensor_like(O.layout, dtype) for _ in range(2))
     copy_v = cute.make_tiled_copy_C(
-        cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), dtype), past.adding
+        cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), dtype), tokens.adding
     )
     copy_o = cute.make_tiled_copy_C(
-        cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), dtype), past.adding
+        cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), dtype), tokens.adding
     )
     to_v, to_o = copy_v.get_slice(thread), copy_o.get_slice(thread)
     return ScanState(
         key_dim=config.K,
         thread=thread,
         decay=Int32(shared.decay.toint()),
-        past=past,
-        present=present,
+        tokens=tokens,
         states=states,
-        kg=past.operand(thread, shared.kg),
-        qg=past.operand(thread, shared.qg),
-        t=present.operand(thread, shared.t),
-        aqk=present.operand(thread, shared.aqk),
+        kg=tokens.operand(thread, shared.kg),
+        qg=tokens.operand(thread, shared.qg),
+        t=tokens.operand(thread, shared.t),
+        aqk=tokens.operand(thread, shared.aqk),
         kr=states.operand(thread, shared.kr),
         S=S,
         X=X,
         V=V,
         O=O,
         D=D,
-        s_operand=past.registers(S),
-        x_operand=present.registers(X),
-        v_operand=present.registers(V),
+        s_operand=tokens.registers(S),
+        x_operand=tokens.registers(X),
+        v_operand=tokens.registers(V),
         copy_v=(copy_v, to_v.partition_S(shared.v), to_v.retile(raw), raw),
         copy_o=(copy_o, to_o.retile(rounded), to_o.partition_D(shared.o), rounded),
         units=cute.make_rmem_tensor(4, Float32),
