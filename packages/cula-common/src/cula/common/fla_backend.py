@@ -4,6 +4,9 @@ FLA 0.5 and 0.6 ask registered backends before they run some of their functions 
 without a hook can only be replaced, which `Takeover.patch` does when the user asks for it, and
 `Takeover.undo` takes back. Either way an `Adapter` decides call by call: our plan is asked whether
 our kernel runs this call, and what it refuses goes to FLA's own code, with the reason logged.
+
+FLA asks (a verifier) and then calls. A decode step takes the GPU a few microseconds, so neither may
+look at the arguments twice: what the verifier has found under a call's key, the run takes over.
 """
 
 import functools
@@ -11,11 +14,13 @@ import importlib
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,22 +39,42 @@ def log_once(message: str) -> None:
     _log.info(message)
 
 
+class Accepted(NamedTuple):
+    """A call that cuLA runs: its key, and the launch that an earlier call of its kind left."""
+
+    call: Mapping[str, Any]
+    key: Hashable
+    launch: Any
+
+
+_UNKNOWN = object()
+
+
+def _nothing_kept(call: Mapping[str, Any], result: Any) -> Any:
+    return None
+
+
 @dataclass(frozen=True, eq=False)
 class Adapter:
     """One function of FLA's that cuLA can take over.
 
-    The three functions take what a call of FLA's names, as a dictionary with FLA 0.6's names;
+    The functions take what a call of FLA's names, as a dictionary with FLA 0.6's names;
     keywords that the caller left out are not in it.
 
     Attributes:
         path: module and name, such as ``"fla.ops.kda.chunk_kda"``.
         operation: the name under which a version of FLA without a registry for every function
             files this one.
-        key: what our plan's answer depends on, short and cheap to make. Calls that were accepted
-            are known by it. Should a call of a known key not fit after all, `run` falls back by
-            itself, or raises as any wrong call does.
+        key: what our plan's answer depends on, and what selects the launch of a call; short and
+            cheap to make. Calls that were accepted are known by it. Should a call of a known key
+            not fit after all, `run` falls back by itself, or raises as any wrong call does.
         plan: our plan of a call, for a backend; raises what our call would raise.
         run: our call.
+        kept: the launch that a call, once it has run with this result, left behind for others of
+            its key; None if there is none.
+        again: our call by such a launch; raises TypeError or ValueError, nothing having been
+            launched that a `run` would not do again, where the launch refuses the arguments.
+        accepted: the keys of calls that are ours, each with its launch or None.
     """
 
     path: str
@@ -57,7 +82,9 @@ class Adapter:
     key: Callable[[Mapping[str, Any]], Hashable]
     plan: Callable[[Mapping[str, Any], str], Any]
     run: Callable[[Mapping[str, Any]], Any]
-    accepted: set[Hashable] = field(default_factory=set)
+    kept: Callable[[Mapping[str, Any], Any], Any] = _nothing_kept
+    again: Callable[[Mapping[str, Any], Any], Any] | None = None
+    accepted: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -66,23 +93,43 @@ class Adapter:
 
     def refusal(self, call: Mapping[str, Any]) -> str | None:
         """Why FLA has to run this call, or None if cuLA does."""
+        judged = self.judge(call)
+        return None if isinstance(judged, Accepted) else judged
+
+    def judge(self, call: Mapping[str, Any]) -> Accepted | str:
+        """The call with all that is known of its kind, or why FLA has to run it."""
         if inside_fla():
             return INSIDE
         try:
             key = self.key(call)
-            if key in self.accepted:
-                return None
+            launch = self.accepted.get(key, _UNKNOWN)
+            if launch is not _UNKNOWN:
+                return Accepted(call, key, launch)
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             return f"{type(error).__name__}: {error}"  # a wrong call; FLA says so in its words
         reason = self._planned(call)
-        if reason is None:
-            if len(self.accepted) >= MAX_KINDS:
-                self.accepted.clear()
-            self.accepted.add(key)
-            log_once(f"{self.path}: cuLA runs this")
-        else:
+        if reason is not None:
             log_once(f"{self.path}: FLA runs this: {reason}")
-        return reason
+            return reason
+        if len(self.accepted) >= MAX_KINDS:
+            self.accepted.clear()
+        self.accepted[key] = None
+        log_once(f"{self.path}: cuLA runs this")
+        return Accepted(call, key, None)
+
+    def serve(self, accepted: Accepted) -> Any:
+        """Run a call that `judge` has accepted, the short way if its kind has one."""
+        call, key, launch = accepted
+        if launch is not None and self.again is not None:
+            try:
+                return self.again(call, launch)
+            except (TypeError, ValueError):  # what the launch refuses is planned anew
+                return self.run(call)
+        result = self.run(call)
+        launch = self.kept(call, result)
+        if launch is not None:
+            self.accepted[key] = launch
+        return result
 
     def _planned(self, call: Mapping[str, Any]) -> str | None:
         """Ask our plan. On a GPU only a kernel of ours is worth more than FLA's; elsewhere our
@@ -201,17 +248,21 @@ class Patch:
         self._takeover.undo()
 
 
-def device_kind(call: Mapping[str, Any], tensors: Sequence[str]) -> tuple[int, bool]:
-    """For a key: the device's index (-1: CPU), and whether autograd would record the call."""
+def device_kind(call: Mapping[str, Any], tensors: Sequence[str]) -> tuple[type, int, bool]:
+    """For a key: q's class, the device's index (-1: CPU), whether autograd would record the call.
+
+    The class, since a fake tensor or a subclass is no call for a launch that plain tensors left.
+    """
+    q = call["q"]
     recorded = torch.is_grad_enabled() and any(
         call.get(name) is not None and call[name].requires_grad for name in tensors
     )
-    return call["q"].get_device(), recorded
+    return type(q), q.get_device(), recorded
 
 
-def dtype_of(x: torch.Tensor | None) -> torch.dtype | None:
-    """For a key: the dtype, or None."""
-    return None if x is None else x.dtype
+def kind_of(x: torch.Tensor | None) -> tuple[torch.dtype, torch.Size] | None:
+    """For a key: dtype and shape, or None."""
+    return None if x is None else (x.dtype, x.shape)
 
 
 def _find(path: str) -> Callable[..., Any] | None:
@@ -237,15 +288,30 @@ def _call_of(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dic
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two calls have the very same arguments, in one order; no value is compared."""
+    return list(a) == list(b) and all(map(is_, a.values(), b.values()))
+
+
 def _register(home_name: str, package: str, adapter: Adapter, function: Callable[..., Any]) -> None:
     names = _positional(function)
+    # What the verifier found, for the run that follows it at once, in the same thread.
+    handed = threading.local()
 
     def verifier(_, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
-        reason = adapter.refusal(_call_of(names, args, kwargs) if args else kwargs)
-        return reason is None, reason
+        judged = adapter.judge(_call_of(names, args, kwargs) if args else kwargs)
+        if isinstance(judged, Accepted):
+            handed.over = judged
+            return True, None
+        return False, judged
 
     def run(_, *args: Any, **kwargs: Any) -> Any:
-        return adapter.run(_call_of(names, args, kwargs) if args else kwargs)
+        call = _call_of(names, args, kwargs) if args else kwargs
+        accepted = getattr(handed, "over", None)
+        handed.over = None  # it holds tensors, and is of one call alone
+        if accepted is None or not _same(accepted.call, call):
+            return adapter.run(call)
+        return adapter.serve(accepted)
 
     members = {
         # One of a kind in a registry: two packages may be in the same one.
@@ -278,9 +344,9 @@ def _in_front_of(original: Callable[..., Any], adapter: Adapter) -> Callable[...
 
     @functools.wraps(original)
     def ours(*args: Any, **kwargs: Any) -> Any:
-        call = _call_of(names, args, kwargs)
-        if adapter.refusal(call) is None:
-            return adapter.run(call)
+        judged = adapter.judge(_call_of(names, args, kwargs) if args else kwargs)
+        if isinstance(judged, Accepted):
+            return adapter.serve(judged)
         return original(*args, **kwargs)
 
     return torch.compiler.disable(ours)

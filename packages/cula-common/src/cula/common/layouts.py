@@ -18,12 +18,12 @@ STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 def to_v_first(state: torch.Tensor) -> torch.Tensor:
     """View a K-first state [..., K, V] as V-first [..., V, K]; no copy."""
-    return state.transpose(-1, -2)
+    return state.mT
 
 
 def to_k_first(state: torch.Tensor) -> torch.Tensor:
     """View a V-first state [..., V, K] as K-first [..., K, V]; no copy."""
-    return state.transpose(-1, -2)
+    return state.mT
 
 
 def state_shape(

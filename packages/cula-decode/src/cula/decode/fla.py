@@ -7,46 +7,48 @@ Attention, retention). What our plan has no kernel for stays FLA's, with the rea
 takes the functions over.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from cula.common.checks import needs_grad, require
-from cula.common.fla_backend import Adapter, Patch, Takeover, device_kind, dtype_of
+from cula.common.fla_backend import Adapter, Patch, Takeover, device_kind, kind_of
 from cula.common.layouts import state_shape, to_v_first
 from cula.common.reference import KdaInputs, LightningInputs
+from cula.decode import run
 from cula.decode.call import Plan, States
-from cula.decode.op import kda_decode
 from cula.decode.plan import plan_kda, plan_lightning
-from cula.decode.recurrent import recurrent_kda, recurrent_lightning
 
 __all__ = ["patch_fla", "report", "unpatch_fla"]
 
 KDA = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 LIGHTNING = ("q", "k", "v", "g_gamma")
 
+# The function of a kept launch, and the default scale.
+Launch = tuple[Callable[..., None], float]
 
-def _kda_key(call: Mapping[str, Any]) -> Hashable:
+
+def _kda_key(call: Mapping[str, Any]) -> tuple:
     get = call.get
-    q, beta = call["q"], call["beta"]
-    state, indices = get("initial_state"), get("ssm_state_indices")
+    q, beta, state = call["q"], call["beta"], get("initial_state")
     return (
+        "fused_recurrent_kda_fwd",
         q.shape,
         call["v"].shape,
-        beta.dim(),
+        beta.shape,
         q.dtype,
         call["g"].dtype,
         beta.dtype,
         device_kind(call, KDA),
-        None if state is None else (state.dtype, state.stride()),
-        dtype_of(get("A_log")),
-        dtype_of(get("dt_bias")),
-        dtype_of(get("cu_seqlens")),
-        None if indices is None else indices.shape,
-        get("num_accepted_tokens") is None,
-        get("out") is None,
-        get("inplace_final_state"),
+        state if state is None else (state.dtype, state.shape, state.stride()),
+        kind_of(get("A_log")),
+        kind_of(get("dt_bias")),
+        kind_of(get("cu_seqlens")),
+        kind_of(get("ssm_state_indices")),
+        kind_of(get("num_accepted_tokens")),
+        get("inplace_final_state", True),
+        get("output_final_state"),
         get("use_gate_in_kernel"),
         get("use_qk_l2norm_in_kernel"),
         get("use_beta_sigmoid_in_kernel"),
@@ -54,6 +56,7 @@ def _kda_key(call: Mapping[str, Any]) -> Hashable:
         get("lower_bound"),
         get("state_v_first"),
         get("transpose_state_layout"),
+        get("out") is None,
     )
 
 
@@ -70,6 +73,9 @@ def _new_states(call: Mapping[str, Any]) -> torch.Tensor | None:
     """Where the final states go, in FLA's layout."""
     if not call.get("output_final_state"):
         return None
+    initial = call.get("initial_state")
+    if initial is not None and initial.dtype == torch.float32:
+        return torch.empty_like(initial, memory_format=torch.contiguous_format)
     q, v, cu_seqlens = call["q"], call["v"], call.get("cu_seqlens")
     N = q.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
     shape = state_shape(N, v.shape[2], q.shape[3], v.shape[3], _v_first(call))
@@ -77,28 +83,25 @@ def _new_states(call: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def _separate(call: Mapping[str, Any], final: torch.Tensor | None) -> tuple:
-    """(initial states, final states, cu_seqlens), states V-first by shape."""
+    """(initial states, final states), V-first by shape."""
     initial = call.get("initial_state")
-    if final is not None:
-        final = _as_v_first(call, final)
-    if initial is not None:
-        if initial.dtype != torch.float32:
-            initial = initial.float()  # as final: a kernel has one dtype of states
-        initial = _as_v_first(call, initial)
-    return initial, final, call.get("cu_seqlens")
+    if initial is not None and initial.dtype != torch.float32:
+        initial = initial.float()  # as final: a kernel has one dtype of states
+    if _v_first(call):
+        return initial, final
+    return tuple(x if x is None else to_v_first(x) for x in (initial, final))
 
 
-def _separate_states(call: Mapping[str, Any]) -> States:
-    initial, final, cu_seqlens = _separate(call, _new_states(call))
-    return States(initial, False, final, cu_seqlens=cu_seqlens)
+def _separate_states(call: Mapping[str, Any], final: torch.Tensor | None) -> States:
+    initial, final = _separate(call, final)
+    return States(initial, False, final, cu_seqlens=call.get("cu_seqlens"))
 
 
 def _new_output(call: Mapping[str, Any]) -> torch.Tensor:
     """Zeros where there may be tokens of no sequence, as FLA's function returns them."""
-    v = call["v"]
-    # Not empty_like, which would keep the strides of a view into a packed projection.
-    make = v.new_empty if call.get("cu_seqlens") is None else v.new_zeros
-    return make(v.shape)
+    # Not v's strides, which may be those of a view into a packed projection.
+    make = torch.empty_like if call.get("cu_seqlens") is None else torch.zeros_like
+    return make(call["v"], memory_format=torch.contiguous_format)
 
 
 def _kda_inputs(call: Mapping[str, Any]) -> KdaInputs:
@@ -127,10 +130,14 @@ def _form(call: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _in_place(call: Mapping[str, Any]) -> bool:
+    return call.get("inplace_final_state", True)
+
+
 def _plan_kda(call: Mapping[str, Any], backend: str) -> Plan:
     _no_gradients(call, KDA)
     indices, state = call.get("ssm_state_indices"), call.get("initial_state")
-    if not call.get("inplace_final_state", True):
+    if not _in_place(call):
         for name in ("ssm_state_indices", "num_accepted_tokens", "out"):
             require(call.get(name) is None, name, "given", "cuLA has it with in-place states only")
         if state is not None:
@@ -138,7 +145,6 @@ def _plan_kda(call: Mapping[str, Any], backend: str) -> Plan:
             if call.get("cu_seqlens") is not None:
                 N = call["cu_seqlens"].numel() - 1
             require(state.shape[0] == N, "initial_state", tuple(state.shape), f"must be {N} states")
-        name, states = "fused_recurrent_kda", _separate_states(call)
     else:
         require(state is not None, "initial_state", None, "must be given to be updated in place")
         if indices is not None and indices.dim() == 1:
@@ -150,16 +156,26 @@ def _plan_kda(call: Mapping[str, Any], backend: str) -> Plan:
                 f"{indices.numel()} for {tokens} tokens",
                 "cuLA takes one for each token, or [N, tokens]",
             )
-        name = "kda_decode"
-        states = States(
-            _as_v_first(call, call["initial_state"]),
-            True,
-            None,
-            indices,
-            call.get("num_accepted_tokens"),
-            call.get("cu_seqlens"),
-        )
     out = call["v"] if call.get("out") is None else call["out"]  # v: for its shape
+    states = _kda_states(call, None if _in_place(call) else _new_states(call))
+    return _kda_plan(call, states, out, backend)
+
+
+def _kda_states(call: Mapping[str, Any], final: torch.Tensor | None) -> States:
+    if not _in_place(call):
+        return _separate_states(call, final)
+    return States(
+        _as_v_first(call, call["initial_state"]),
+        True,
+        None,
+        call.get("ssm_state_indices"),
+        call.get("num_accepted_tokens"),
+        call.get("cu_seqlens"),
+    )
+
+
+def _kda_plan(call: Mapping[str, Any], states: States, out: torch.Tensor, backend: str) -> Plan:
+    name = "kda_decode" if _in_place(call) else "fused_recurrent_kda"
     return plan_kda(name, _kda_inputs(call), states, out, **_form(call), backend=backend)
 
 
@@ -169,38 +185,66 @@ def _no_gradients(call: Mapping[str, Any], names: tuple[str, ...]) -> None:
 
 
 def _run_kda(call: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    inputs, out = _kda_inputs(call), call.get("out")
+    out = call.get("out")
     if out is None:
         out = _new_output(call)
-    if not call.get("inplace_final_state", True):
-        final = _new_states(call)
-        recurrent_kda(inputs, *_separate(call, final), out, **_form(call))
-        return out, final
-    kda_decode(
-        *inputs[:5],
-        _as_v_first(call, call["initial_state"]),
-        state_indices=call.get("ssm_state_indices"),
-        cu_seqlens=call.get("cu_seqlens"),
-        num_accepted_tokens=call.get("num_accepted_tokens"),
-        A_log=inputs.A_log,
-        dt_bias=inputs.dt_bias,
-        **_form(call),
-        out=out,
+    final = None if _in_place(call) else _new_states(call)
+    states = _kda_states(call, final)
+    plan = _kda_plan(call, states, out, "auto")
+    run.run(plan, _kda_key(call), _kda_inputs(call), states, out)
+    return out, call["initial_state"] if _in_place(call) else final
+
+
+def _kept_kda(call: Mapping[str, Any], _: Any) -> Launch | None:
+    return run.kept(_kda_key(call))
+
+
+def _kda_again(call: Mapping[str, Any], kept: Launch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    get = call.get
+    launch, default_scale = kept
+    out = get("out")
+    if out is None:
+        out = _new_output(call)
+    if get("inplace_final_state", True):
+        result = call["initial_state"]
+        initial, final = _as_v_first(call, result), None
+    else:
+        result = _new_states(call)
+        initial, final = _separate(call, result)
+    gated, scale, lower_bound = get("use_gate_in_kernel"), get("scale"), get("lower_bound")
+    launch(
+        call["q"],
+        call["k"],
+        call["v"],
+        call["g"],
+        call["beta"],
+        get("A_log") if gated else None,
+        get("dt_bias") if gated else None,
+        initial,
+        final,
+        get("ssm_state_indices"),
+        get("num_accepted_tokens"),
+        get("cu_seqlens"),
+        None,
+        out,
+        default_scale if scale is None else scale,
+        0.0 if lower_bound is None else lower_bound,
     )
-    return out, call["initial_state"]
+    return out, result
 
 
-def _lightning_key(call: Mapping[str, Any]) -> Hashable:
+def _lightning_key(call: Mapping[str, Any]) -> tuple:
     get = call.get
     q, state = call["q"], get("initial_state")
     return (
+        "fused_recurrent_simple_gla",
         q.shape,
         call["v"].shape,
         q.dtype,
         device_kind(call, (*LIGHTNING, "initial_state")),
-        None if state is None else (state.dtype, state.stride()),
-        dtype_of(get("g_gamma")),
-        dtype_of(get("cu_seqlens")),
+        state if state is None else (state.dtype, state.shape, state.stride()),
+        kind_of(get("g_gamma")),
+        kind_of(get("cu_seqlens")),
         get("g") is None,
         get("reverse"),
         get("output_final_state"),
@@ -214,12 +258,18 @@ def _plan_lightning(call: Mapping[str, Any], backend: str) -> Plan:
     require(call.get("g_gamma") is not None, "g_gamma", None, "cuLA needs a decay per head")
     require(not call.get("reverse"), "reverse", True, "cuLA runs forwards only")
     _no_gradients(call, (*LIGHTNING, "initial_state"))
+    return _lightning_plan(call, _separate_states(call, _new_states(call)), call["v"], backend)
+
+
+def _lightning_plan(
+    call: Mapping[str, Any], states: States, out: torch.Tensor, backend: str
+) -> Plan:
     inputs = LightningInputs(*(call[name] for name in LIGHTNING))
     return plan_lightning(
         "fused_recurrent_simple_gla",
         inputs,
-        _separate_states(call),
-        call["v"],
+        states,
+        out,
         scale=call.get("scale"),
         backend=backend,
     )
@@ -228,8 +278,42 @@ def _plan_lightning(call: Mapping[str, Any], backend: str) -> Plan:
 def _run_lightning(call: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
     out, final = _new_output(call), _new_states(call)
     inputs = LightningInputs(*(call[name] for name in LIGHTNING))
-    recurrent_lightning(inputs, *_separate(call, final), out, scale=call.get("scale"))
+    states = _separate_states(call, final)
+    plan = _lightning_plan(call, states, out, "auto")
+    run.run(plan, _lightning_key(call), inputs, states, out)
     return out, final
+
+
+def _kept_lightning(call: Mapping[str, Any], _: Any) -> Launch | None:
+    return run.kept(_lightning_key(call))
+
+
+def _lightning_again(
+    call: Mapping[str, Any], kept: Launch
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    get = call.get
+    launch, default_scale = kept
+    out, result, scale = _new_output(call), _new_states(call), get("scale")
+    initial, final = _separate(call, result)
+    launch(
+        call["q"],
+        call["k"],
+        call["v"],
+        call["g_gamma"],
+        None,
+        None,
+        None,
+        initial,
+        final,
+        None,
+        None,
+        get("cu_seqlens"),
+        None,
+        out,
+        default_scale if scale is None else scale,
+        0.0,
+    )
+    return out, result
 
 
 _takeover = Takeover(
@@ -241,6 +325,8 @@ _takeover = Takeover(
             _kda_key,
             _plan_kda,
             _run_kda,
+            _kept_kda,
+            _kda_again,
         ),
         Adapter(
             "fla.ops.simple_gla.fused_recurrent_simple_gla",
@@ -248,6 +334,8 @@ _takeover = Takeover(
             _lightning_key,
             _plan_lightning,
             _run_lightning,
+            _kept_lightning,
+            _lightning_again,
         ),
     ],
 )
