@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -39,12 +39,8 @@ def log_once(message: str) -> None:
     _log.info(message)
 
 
-class Accepted(NamedTuple):
-    """A call that cuLA runs: its key, and the launch that an earlier call of its kind left."""
-
-    call: Mapping[str, Any]
-    key: Hashable
-    launch: Any
+# A call that cuLA runs: its arguments, its key, the launch that an earlier one of its kind left.
+Accepted = tuple[Mapping[str, Any], Hashable, Any]
 
 
 _UNKNOWN = object()
@@ -94,7 +90,7 @@ class Adapter:
     def refusal(self, call: Mapping[str, Any]) -> str | None:
         """Why FLA has to run this call, or None if cuLA does."""
         judged = self.judge(call)
-        return None if isinstance(judged, Accepted) else judged
+        return judged if isinstance(judged, str) else None
 
     def judge(self, call: Mapping[str, Any]) -> Accepted | str:
         """The call with all that is known of its kind, or why FLA has to run it."""
@@ -104,7 +100,7 @@ class Adapter:
             key = self.key(call)
             launch = self.accepted.get(key, _UNKNOWN)
             if launch is not _UNKNOWN:
-                return Accepted(call, key, launch)
+                return call, key, launch
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             return f"{type(error).__name__}: {error}"  # a wrong call; FLA says so in its words
         reason = self._planned(call)
@@ -115,7 +111,7 @@ class Adapter:
             self.accepted.clear()
         self.accepted[key] = None
         log_once(f"{self.path}: cuLA runs this")
-        return Accepted(call, key, None)
+        return call, key, None
 
     def serve(self, accepted: Accepted) -> Any:
         """Run a call that `judge` has accepted, the short way if its kind has one."""
@@ -290,26 +286,39 @@ def _call_of(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dic
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Whether two calls have the very same arguments, in one order; no value is compared."""
-    return list(a) == list(b) and all(map(is_, a.values(), b.values()))
+    return len(a) == len(b) and all(map(is_, a.values(), b.values()))
 
 
 def _register(home_name: str, package: str, adapter: Adapter, function: Callable[..., Any]) -> None:
-    names = _positional(function)
+    names, own = _positional(function), adapter.name
     # What the verifier found, for the run that follows it at once, in the same thread.
     handed = threading.local()
 
     def verifier(_, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
         judged = adapter.judge(_call_of(names, args, kwargs) if args else kwargs)
-        if isinstance(judged, Accepted):
-            handed.over = judged
-            return True, None
-        return False, judged
+        if isinstance(judged, str):
+            return False, judged
+        handed.over = judged
+        return True, None
+
+    def verify(_, function_name: str, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
+        """As FLA's own, which looks for the verifier by its name and passes everything on."""
+        if function_name != own:
+            return True, None  # and FLA finds that there is nothing to run
+        try:
+            judged = adapter.judge(_call_of(names, args, kwargs) if args else kwargs)
+        except Exception as error:
+            return False, str(error)
+        if isinstance(judged, str):
+            return False, judged
+        handed.over = judged
+        return True, None
 
     def run(_, *args: Any, **kwargs: Any) -> Any:
         call = _call_of(names, args, kwargs) if args else kwargs
         accepted = getattr(handed, "over", None)
         handed.over = None  # it holds tensors, and is of one call alone
-        if accepted is None or not _same(accepted.call, call):
+        if accepted is None or not _same(accepted[0], call):
             return adapter.run(call)
         return adapter.serve(accepted)
 
@@ -317,8 +326,9 @@ def _register(home_name: str, package: str, adapter: Adapter, function: Callable
         # One of a kind in a registry: two packages may be in the same one.
         "backend_type": package.replace(".", "_"),
         "priority": PRIORITY,
-        adapter.name: run,
-        f"{adapter.name}_verifier": verifier,
+        "verify": verify,
+        own: run,
+        f"{own}_verifier": verifier,
     }
     home = importlib.import_module(home_name)
     if not hasattr(home, "register"):
@@ -345,8 +355,8 @@ def _in_front_of(original: Callable[..., Any], adapter: Adapter) -> Callable[...
     @functools.wraps(original)
     def ours(*args: Any, **kwargs: Any) -> Any:
         judged = adapter.judge(_call_of(names, args, kwargs) if args else kwargs)
-        if isinstance(judged, Accepted):
-            return adapter.serve(judged)
-        return original(*args, **kwargs)
+        if isinstance(judged, str):
+            return original(*args, **kwargs)
+        return adapter.serve(judged)
 
     return torch.compiler.disable(ours)

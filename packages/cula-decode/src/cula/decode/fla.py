@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from cula.common.checks import needs_grad, require
-from cula.common.fla_backend import Adapter, Patch, Takeover, device_kind, kind_of
-from cula.common.layouts import state_shape, to_v_first
+from cula.common.fla_backend import Adapter, Patch, Takeover, device_kind
+from cula.common.layouts import new_output, new_states, to_v_first
 from cula.common.reference import KdaInputs, LightningInputs
 from cula.decode import run
 from cula.decode.call import Plan, States
@@ -24,6 +24,7 @@ __all__ = ["patch_fla", "report", "unpatch_fla"]
 
 KDA = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 LIGHTNING = ("q", "k", "v", "g_gamma")
+RECORDED = (*LIGHTNING, "initial_state")
 
 # The function of a kept launch, and the default scale.
 Launch = tuple[Callable[..., None], float]
@@ -32,21 +33,23 @@ Launch = tuple[Callable[..., None], float]
 def _kda_key(call: Mapping[str, Any]) -> tuple:
     get = call.get
     q, beta, state = call["q"], call["beta"], get("initial_state")
+    A_log, dt_bias, cu_seqlens = get("A_log"), get("dt_bias"), get("cu_seqlens")
+    indices, accepted = get("ssm_state_indices"), get("num_accepted_tokens")
     return (
         "fused_recurrent_kda_fwd",
         q.shape,
         call["v"].shape,
-        beta.shape,
+        beta.dim(),
         q.dtype,
         call["g"].dtype,
         beta.dtype,
         device_kind(call, KDA),
         state if state is None else (state.dtype, state.shape, state.stride()),
-        kind_of(get("A_log")),
-        kind_of(get("dt_bias")),
-        kind_of(get("cu_seqlens")),
-        kind_of(get("ssm_state_indices")),
-        kind_of(get("num_accepted_tokens")),
+        A_log if A_log is None else A_log.dtype,
+        dt_bias if dt_bias is None else (dt_bias.dtype, dt_bias.shape),
+        cu_seqlens if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape),
+        indices if indices is None else (indices.dtype, indices.shape),
+        accepted if accepted is None else accepted.dtype,
         get("inplace_final_state", True),
         get("output_final_state"),
         get("use_gate_in_kernel"),
@@ -73,13 +76,8 @@ def _new_states(call: Mapping[str, Any]) -> torch.Tensor | None:
     """Where the final states go, in FLA's layout."""
     if not call.get("output_final_state"):
         return None
-    initial = call.get("initial_state")
-    if initial is not None and initial.dtype == torch.float32:
-        return torch.empty_like(initial, memory_format=torch.contiguous_format)
-    q, v, cu_seqlens = call["q"], call["v"], call.get("cu_seqlens")
-    N = q.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
-    shape = state_shape(N, v.shape[2], q.shape[3], v.shape[3], _v_first(call))
-    return q.new_empty(shape, dtype=torch.float32)
+    get = call.get
+    return new_states(call["q"], call["v"], get("initial_state"), get("cu_seqlens"), _v_first(call))
 
 
 def _separate(call: Mapping[str, Any], final: torch.Tensor | None) -> tuple:
@@ -99,9 +97,10 @@ def _separate_states(call: Mapping[str, Any], final: torch.Tensor | None) -> Sta
 
 def _new_output(call: Mapping[str, Any]) -> torch.Tensor:
     """Zeros where there may be tokens of no sequence, as FLA's function returns them."""
-    # Not v's strides, which may be those of a view into a packed projection.
-    make = torch.empty_like if call.get("cu_seqlens") is None else torch.zeros_like
-    return make(call["v"], memory_format=torch.contiguous_format)
+    v = call["v"]
+    if call.get("cu_seqlens") is None:
+        return new_output(v, v.dtype)
+    return torch.zeros_like(v, memory_format=torch.contiguous_format)
 
 
 def _kda_inputs(call: Mapping[str, Any]) -> KdaInputs:
@@ -235,16 +234,21 @@ def _kda_again(call: Mapping[str, Any], kept: Launch) -> tuple[torch.Tensor, tor
 
 def _lightning_key(call: Mapping[str, Any]) -> tuple:
     get = call.get
-    q, state = call["q"], get("initial_state")
+    q, state, cu_seqlens, g_gamma = (
+        call["q"],
+        get("initial_state"),
+        get("cu_seqlens"),
+        get("g_gamma"),
+    )
     return (
         "fused_recurrent_simple_gla",
         q.shape,
         call["v"].shape,
         q.dtype,
-        device_kind(call, (*LIGHTNING, "initial_state")),
+        device_kind(call, RECORDED),
         state if state is None else (state.dtype, state.shape, state.stride()),
-        kind_of(get("g_gamma")),
-        kind_of(get("cu_seqlens")),
+        g_gamma if g_gamma is None else g_gamma.dtype,
+        cu_seqlens if cu_seqlens is None else (cu_seqlens.dtype, cu_seqlens.shape),
         get("g") is None,
         get("reverse"),
         get("output_final_state"),
@@ -257,7 +261,7 @@ def _plan_lightning(call: Mapping[str, Any], backend: str) -> Plan:
     require(call.get("g") is None, "g", "given", "cuLA has a fixed decay per head only")
     require(call.get("g_gamma") is not None, "g_gamma", None, "cuLA needs a decay per head")
     require(not call.get("reverse"), "reverse", True, "cuLA runs forwards only")
-    _no_gradients(call, (*LIGHTNING, "initial_state"))
+    _no_gradients(call, RECORDED)
     return _lightning_plan(call, _separate_states(call, _new_states(call)), call["v"], backend)
 
 

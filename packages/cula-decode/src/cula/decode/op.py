@@ -6,6 +6,7 @@ KDA: Kimi Team, "Kimi Linear" (2025). Lightning: Qin et al., "Lightning Attentio
 import torch
 
 from cula.common.checks import require_tensor
+from cula.common.layouts import new_output
 from cula.decode.run import kda_decode_op, lightning_decode_op
 
 
@@ -167,6 +168,4 @@ def lightning_decode(
 
 def _new_output(v: torch.Tensor) -> torch.Tensor:
     require_tensor("v", v)
-    # Not v's strides, which may be those of a view into a packed projection. A third of the host
-    # time of torch.empty with a shape, a dtype and a device.
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
+    return new_output(v, v.dtype)

@@ -12,7 +12,7 @@ import torch
 
 from cula.common.checks import needs_grad
 from cula.common.fla_backend import Adapter, Patch, Takeover, device_kind, kind_of
-from cula.common.layouts import state_shape
+from cula.common.layouts import new_output, new_states
 from cula.kda import launch
 from cula.kda.kernel_plan import no_kernel
 from cula.kda.op import chunk_kda
@@ -167,14 +167,9 @@ def _again(
     get = call.get
     q, v, initial, scale = call["q"], call["v"], get("initial_state"), get("scale")
     v_first, cu_seqlens, final = _v_first(call), get("cu_seqlens"), None
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    out = new_output(v, q.dtype)
     if get("output_final_state"):
-        if initial is not None and initial.dtype == torch.float32:
-            final = torch.empty_like(initial, memory_format=torch.contiguous_format)
-        else:
-            N = q.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
-            shape = state_shape(N, v.shape[2], q.shape[3], v.shape[3], v_first)
-            final = q.new_empty(shape, dtype=torch.float32)
+        final = new_states(q, v, initial, cu_seqlens, v_first)
     pool = chunk_pool(initial, final, v_first)
     factor = q.shape[3] ** -0.5 if scale is None else scale
     known(with_numbers(_inputs(call)), pool, cu_seqlens, out, factor)

@@ -14,7 +14,7 @@ import torch
 
 from cula.common.checks import needs_grad, require, require_tensor
 from cula.common.fla_backend import Adapter, Patch, Takeover, device_kind, kind_of
-from cula.common.layouts import state_shape
+from cula.common.layouts import new_output, new_states
 from cula.lightning import launch
 from cula.lightning.call import Plan
 from cula.lightning.plan import plan_chunk
@@ -121,16 +121,11 @@ def _run(call: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _new_results(call: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    q, v, initial = call["q"], call["v"], call.get("initial_state")
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    if not call.get("output_final_state"):
+    q, v, get = call["q"], call["v"], call.get
+    out = new_output(v, q.dtype)
+    if not get("output_final_state"):
         return out, None
-    if initial is not None and initial.dtype == torch.float32:
-        return out, torch.empty_like(initial, memory_format=torch.contiguous_format)
-    cu_seqlens = call.get("cu_seqlens")
-    N = q.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
-    shape = state_shape(N, v.shape[2], q.shape[3], v.shape[3], _v_first(call))
-    return out, q.new_empty(shape, dtype=torch.float32)
+    return out, new_states(q, v, get("initial_state"), get("cu_seqlens"), _v_first(call))
 
 
 def _kept(call: Mapping[str, Any], result: tuple) -> Callable[..., None] | None:
