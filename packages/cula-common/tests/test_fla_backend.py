@@ -7,7 +7,9 @@ import importlib
 import logging
 import sys
 import textwrap
+import threading
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -262,6 +264,111 @@ def test_positional_arguments_mean_what_the_installed_version_says(install, vers
     assert kda.chunk_kda(Q, *given) == ("cula", Q, 3, "x")
     assert layer(Q, extra="y") == ("cula", Q, 1, "y")
     takeover.undo()
+
+
+def launching(path=PATH):
+    """An adapter whose calls leave a launch behind, and what it did."""
+    done = []
+
+    def run(call):
+        done.append("run")
+        return ("cula", call["q"])
+
+    def again(call, launch):
+        done.append(launch)
+        if call.get("extra") == "odd":
+            raise ValueError("strides")
+        return ("cula", call["q"])
+
+    made, plans = adapter(path)
+    made = Adapter(path, "kda", made.key, made.plan, run, lambda call, result: "launch", again)
+    return made, done, plans
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_second_call_goes_to_the_launch_of_the_first(install, version):
+    layer = install(version)
+    made, done, plans = launching()
+    takeover = Takeover("cula.kda", [made])
+    takeover.register()
+    keys = []
+    key = made.key
+    object.__setattr__(made, "key", lambda call: keys.append(1) or key(call))
+    with Patch(takeover):
+        for _ in range(3):
+            assert layer(Q)[1] is Q
+        assert done == ["run", "launch", "launch"]
+        assert len(plans) == 1 and len(keys) == 3  # one look a call
+        layer(Q, extra="odd")
+    assert done[3:] == ["launch", "run"]
+
+
+def backend_of(install):
+    """What FLA asks and calls, and what our adapter did."""
+    install("0.6")
+    made, done, _ = launching()
+    takeover = Takeover("cula.kda", [made])
+    takeover.register()
+    home = sys.modules["fla.backends"]
+    (registry,) = (r for r in home.functions.values() if r)
+    return registry["cula_kda"], done
+
+
+def test_what_was_verified_is_of_that_call_alone(install):
+    backend, done = backend_of(install)
+    assert backend.verify("chunk_kda", Q) == (True, None)
+    assert backend.chunk_kda(Q) == ("cula", Q)
+    assert backend.verify("chunk_kda", Q) == (True, None)
+    other = torch.zeros(2)
+    assert backend.chunk_kda(other)[1] is other  # not the one that was verified
+    assert backend.chunk_kda(Q)[1] is Q  # nor once more
+    assert done == ["run"] * 3
+
+
+def test_what_was_verified_is_not_held_on_to(install):
+    backend, _ = backend_of(install)
+    assert backend.verify("chunk_kda", Q)[0]  # so that the next is of a known kind
+    q = torch.zeros(2)
+    gone = weakref.ref(q)
+    assert backend.verify("chunk_kda", q)[0]
+    backend.chunk_kda(q)
+    del q
+    assert gone() is None
+
+
+def test_another_function_of_the_registry_is_not_ours(install):
+    backend, _ = backend_of(install)
+    assert backend.verify("chunk_kda_bwd", Q) == (True, None)  # as FLA's own: no verifier
+    assert not hasattr(backend, "chunk_kda_bwd")
+
+
+def test_an_error_while_verifying_declines(install, monkeypatch):
+    backend, _ = backend_of(install)
+    monkeypatch.setattr(fla_backend, "inside_fla", lambda: 1 / 0)
+    assert backend.verify("chunk_kda", Q) == (False, "division by zero")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_threads_do_not_see_each_other_s_calls(install, version):
+    layer = install(version)
+    made, done, _ = launching()
+    takeover = Takeover("cula.kda", [made])
+    takeover.register()
+    wrong = []
+
+    def work(n):
+        mine = [torch.zeros(n % 3 + 1) for _ in range(5)]
+        for q in mine * 100:
+            if layer(q)[1] is not q:
+                wrong.append(q)
+
+    with Patch(takeover):
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong and len(done) == 8 * 500
 
 
 def test_an_operation_s_hook(install):
