@@ -63,44 +63,38 @@ def _kda_key(call: Mapping[str, Any]) -> tuple:
     )
 
 
-def _v_first(call: Mapping[str, Any]) -> bool:
-    return bool(call.get("state_v_first") or call.get("transpose_state_layout"))
-
-
-def _as_v_first(call: Mapping[str, Any], state: torch.Tensor) -> torch.Tensor:
-    """States of the call's layout, V-first by shape."""
-    return state if _v_first(call) else to_v_first(state)
-
-
-def _new_states(call: Mapping[str, Any]) -> torch.Tensor | None:
-    """Where the final states go, in FLA's layout."""
-    if not call.get("output_final_state"):
-        return None
+def _separate(call: Mapping[str, Any]) -> tuple:
+    """What a call from states to new states works on: (out, final states in FLA's layout, and
+    initial and final states V-first by shape)."""
     get = call.get
-    return new_states(call["q"], call["v"], get("initial_state"), get("cu_seqlens"), _v_first(call))
-
-
-def _separate(call: Mapping[str, Any], final: torch.Tensor | None) -> tuple:
-    """(initial states, final states), V-first by shape."""
-    initial = call.get("initial_state")
+    q, v, initial, cu_seqlens = call["q"], call["v"], get("initial_state"), get("cu_seqlens")
+    v_first = get("state_v_first") or get("transpose_state_layout")
+    if cu_seqlens is None:
+        out = new_output(v, v.dtype)
+    else:  # zeros where there may be tokens of no sequence, as FLA's function returns them
+        out = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    result = final = None
+    if get("output_final_state"):
+        result = final = new_states(q, v, initial, cu_seqlens, bool(v_first))
     if initial is not None and initial.dtype != torch.float32:
         initial = initial.float()  # as final: a kernel has one dtype of states
-    if _v_first(call):
-        return initial, final
-    return tuple(x if x is None else to_v_first(x) for x in (initial, final))
+    if not v_first:
+        initial = initial if initial is None else to_v_first(initial)
+        final = final if final is None else to_v_first(final)
+    return out, result, initial, final
 
 
-def _separate_states(call: Mapping[str, Any], final: torch.Tensor | None) -> States:
-    initial, final = _separate(call, final)
-    return States(initial, False, final, cu_seqlens=call.get("cu_seqlens"))
-
-
-def _new_output(call: Mapping[str, Any]) -> torch.Tensor:
-    """Zeros where there may be tokens of no sequence, as FLA's function returns them."""
-    v = call["v"]
-    if call.get("cu_seqlens") is None:
-        return new_output(v, v.dtype)
-    return torch.zeros_like(v, memory_format=torch.contiguous_format)
+def _in_place(call: Mapping[str, Any]) -> tuple:
+    """The same of a call that updates its states: (out, the states as given, V-first)."""
+    get = call.get
+    out, state = get("out"), call["initial_state"]
+    if out is None and get("cu_seqlens") is None:
+        out = new_output(call["v"], call["v"].dtype)
+    elif out is None:
+        out = torch.zeros_like(call["v"], memory_format=torch.contiguous_format)
+    if get("state_v_first") or get("transpose_state_layout"):
+        return out, state, state
+    return out, state, to_v_first(state)
 
 
 def _kda_inputs(call: Mapping[str, Any]) -> KdaInputs:
@@ -129,14 +123,10 @@ def _form(call: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _in_place(call: Mapping[str, Any]) -> bool:
-    return call.get("inplace_final_state", True)
-
-
 def _plan_kda(call: Mapping[str, Any], backend: str) -> Plan:
     _no_gradients(call, KDA)
     indices, state = call.get("ssm_state_indices"), call.get("initial_state")
-    if not _in_place(call):
+    if not call.get("inplace_final_state", True):
         for name in ("ssm_state_indices", "num_accepted_tokens", "out"):
             require(call.get(name) is None, name, "given", "cuLA has it with in-place states only")
         if state is not None:
@@ -155,27 +145,23 @@ def _plan_kda(call: Mapping[str, Any], backend: str) -> Plan:
                 f"{indices.numel()} for {tokens} tokens",
                 "cuLA takes one for each token, or [N, tokens]",
             )
-    out = call["v"] if call.get("out") is None else call["out"]  # v: for its shape
-    states = _kda_states(call, None if _in_place(call) else _new_states(call))
-    return _kda_plan(call, states, out, backend)
+    return _kda_plan(call, backend)[0]
 
 
-def _kda_states(call: Mapping[str, Any], final: torch.Tensor | None) -> States:
-    if not _in_place(call):
-        return _separate_states(call, final)
-    return States(
-        _as_v_first(call, call["initial_state"]),
-        True,
-        None,
-        call.get("ssm_state_indices"),
-        call.get("num_accepted_tokens"),
-        call.get("cu_seqlens"),
-    )
-
-
-def _kda_plan(call: Mapping[str, Any], states: States, out: torch.Tensor, backend: str) -> Plan:
-    name = "kda_decode" if _in_place(call) else "fused_recurrent_kda"
-    return plan_kda(name, _kda_inputs(call), states, out, **_form(call), backend=backend)
+def _kda_plan(call: Mapping[str, Any], backend: str) -> tuple[Plan, KdaInputs, States, tuple]:
+    """The plan, what it is of, and the call's results."""
+    get, inputs = call.get, _kda_inputs(call)
+    if get("inplace_final_state", True):
+        name = "kda_decode"
+        out, result, state = _in_place(call)
+        accepted = get("num_accepted_tokens")
+        states = States(state, True, None, get("ssm_state_indices"), accepted, get("cu_seqlens"))
+    else:
+        name = "fused_recurrent_kda"
+        out, result, initial, final = _separate(call)
+        states = States(initial, False, final, cu_seqlens=get("cu_seqlens"))
+    plan = plan_kda(name, inputs, states, out, **_form(call), backend=backend)
+    return plan, inputs, states, (out, result)
 
 
 def _no_gradients(call: Mapping[str, Any], names: tuple[str, ...]) -> None:
@@ -184,14 +170,9 @@ def _no_gradients(call: Mapping[str, Any], names: tuple[str, ...]) -> None:
 
 
 def _run_kda(call: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    out = call.get("out")
-    if out is None:
-        out = _new_output(call)
-    final = None if _in_place(call) else _new_states(call)
-    states = _kda_states(call, final)
-    plan = _kda_plan(call, states, out, "auto")
-    run.run(plan, _kda_key(call), _kda_inputs(call), states, out)
-    return out, call["initial_state"] if _in_place(call) else final
+    plan, inputs, states, results = _kda_plan(call, "auto")
+    run.run(plan, _kda_key(call), inputs, states, results[0])
+    return results
 
 
 def _kept_kda(call: Mapping[str, Any], _: Any) -> Launch | None:
@@ -201,15 +182,11 @@ def _kept_kda(call: Mapping[str, Any], _: Any) -> Launch | None:
 def _kda_again(call: Mapping[str, Any], kept: Launch) -> tuple[torch.Tensor, torch.Tensor | None]:
     get = call.get
     launch, default_scale = kept
-    out = get("out")
-    if out is None:
-        out = _new_output(call)
     if get("inplace_final_state", True):
-        result = call["initial_state"]
-        initial, final = _as_v_first(call, result), None
+        out, result, initial = _in_place(call)
+        final = None
     else:
-        result = _new_states(call)
-        initial, final = _separate(call, result)
+        out, result, initial, final = _separate(call)
     gated, scale, lower_bound = get("use_gate_in_kernel"), get("scale"), get("lower_bound")
     launch(
         call["q"],
@@ -262,14 +239,17 @@ def _plan_lightning(call: Mapping[str, Any], backend: str) -> Plan:
     require(call.get("g_gamma") is not None, "g_gamma", None, "cuLA needs a decay per head")
     require(not call.get("reverse"), "reverse", True, "cuLA runs forwards only")
     _no_gradients(call, RECORDED)
-    return _lightning_plan(call, _separate_states(call, _new_states(call)), call["v"], backend)
+    return _lightning_plan(call, backend)[0]
 
 
 def _lightning_plan(
-    call: Mapping[str, Any], states: States, out: torch.Tensor, backend: str
-) -> Plan:
+    call: Mapping[str, Any], backend: str
+) -> tuple[Plan, LightningInputs, States, tuple]:
+    """The plan, what it is of, and the call's results."""
     inputs = LightningInputs(*(call[name] for name in LIGHTNING))
-    return plan_lightning(
+    out, result, initial, final = _separate(call)
+    states = States(initial, False, final, cu_seqlens=call.get("cu_seqlens"))
+    plan = plan_lightning(
         "fused_recurrent_simple_gla",
         inputs,
         states,
@@ -277,15 +257,13 @@ def _lightning_plan(
         scale=call.get("scale"),
         backend=backend,
     )
+    return plan, inputs, states, (out, result)
 
 
 def _run_lightning(call: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    out, final = _new_output(call), _new_states(call)
-    inputs = LightningInputs(*(call[name] for name in LIGHTNING))
-    states = _separate_states(call, final)
-    plan = _lightning_plan(call, states, out, "auto")
-    run.run(plan, _lightning_key(call), inputs, states, out)
-    return out, final
+    plan, inputs, states, results = _lightning_plan(call, "auto")
+    run.run(plan, _lightning_key(call), inputs, states, results[0])
+    return results
 
 
 def _kept_lightning(call: Mapping[str, Any], _: Any) -> Launch | None:
@@ -297,8 +275,8 @@ def _lightning_again(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     get = call.get
     launch, default_scale = kept
-    out, result, scale = _new_output(call), _new_states(call), get("scale")
-    initial, final = _separate(call, result)
+    out, result, initial, final = _separate(call)
+    scale = get("scale")
     launch(
         call["q"],
         call["k"],
