@@ -1,4 +1,4 @@
-"""FLA's calls, made three ways with the same tensors: by us through FLA, by us directly, by FLA.
+"""FLA's calls, made in several ways with the same tensors: by us through FLA, by us, by FLA.
 
 FLA's own functions are reached past its dispatch (`cula.common.fla.fla_function`); a layer of FLA's
 runs its own kernels while everything of ours declines (`inside_fla`), which costs it a microsecond.
@@ -35,11 +35,12 @@ FUNCTIONS = {
 
 
 @dataclass(frozen=True)
-class Three:
+class Calls:
     """One case's calls, each without arguments.
 
     Attributes:
-        calls: by name: "ours" (through FLA), "direct", "fla".
+        calls: by name: "ours" (through FLA), "direct", "fla", and "patched" (ours in front of FLA's
+            dispatch) where there is a dispatch.
         check: raises AccuracyError if ours is wrong; returns the errors on o by name.
     """
 
@@ -89,7 +90,7 @@ def took_over(package: str) -> bool:
     return any(launch is not None for a in adapters for launch in a.accepted.values())
 
 
-def three(case: AdapterCase, device: torch.device | str) -> Three:
+def calls_of(case: AdapterCase, device: torch.device | str) -> Calls:
     """A function's calls; inside `ours_in_fla`.
 
     Args:
@@ -98,17 +99,19 @@ def three(case: AdapterCase, device: torch.device | str) -> Three:
     """
     from cula.common.fla import fla_function
 
-    path, _ = FUNCTIONS[case.op]
+    path, package = FUNCTIONS[case.op]
     options, direct, check = _MAKERS[case.op](case, device)
     through, own = function_of(path), fla_function(path)
-    return Three(
-        {
-            "ours": lambda: through(**options),
-            "direct": direct,
-            "fla": lambda: own(**options),
-        },
-        check,
-    )
+    calls: dict[str, Call] = {
+        "ours": lambda: through(**options),
+        "direct": direct,
+        "fla": lambda: own(**options),
+    }
+    if package != "lightning":  # which has no hook: it is patched as it is
+        with importlib.import_module(f"cula.{package}.fla").patch_fla(past_dispatch=True):
+            past = function_of(path)
+        calls["patched"] = lambda: past(**options)
+    return Calls(calls, check)
 
 
 def _kda_options(inputs: Any) -> dict[str, Any]:
@@ -219,7 +222,7 @@ class LayerCache:
         return state
 
 
-def layer_calls(case: AdapterCase, device: torch.device | str) -> Three:
+def layer_calls(case: AdapterCase, device: torch.device | str) -> Calls:
     """FLA's layer with random weights: a prefill without a cache, or steps with one.
 
     Ours and FLA's are one layer over the same input; each has a cache of its own.
@@ -256,4 +259,4 @@ def layer_calls(case: AdapterCase, device: torch.device | str) -> Three:
         accuracy.check("o, against FLA's", error.value(), LAYER_TOLERANCE)
         return {}
 
-    return Three({"ours": ours, "fla": by_fla}, check)
+    return Calls({"ours": ours, "fla": by_fla}, check)

@@ -1,8 +1,9 @@
 """``python -m bench adapters``: what it costs and brings to come to us through FLA.
 
 Of each of FLA's functions: a call through FLA's dispatch (or our patch, where FLA has none) to our
-kernel, the call of our own function with the same tensors, and FLA's own. And FLA's KDA layer, with
-our kernels and with FLA's: a prefill of 8,192 tokens, and a step of 64 sequences with a cache.
+kernel, the call of our own function with the same tensors, one past the dispatch, and FLA's own.
+And FLA's KDA layer, with our kernels and with FLA's: a prefill of 8,192 tokens, and a step of 64
+sequences with a cache.
 
 Modes: kernel (GPU time, by CUDA-graph replay) and wrapper (whole calls back to back: time by
 events, host time to enqueue).
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from bench import adapter_calls, baselines, cli, tables, timing
-from bench.adapter_calls import FUNCTIONS, Call, Three
+from bench.adapter_calls import FUNCTIONS, Call, Calls
 from bench.adapter_cases import GROUPS, AdapterCase, adapter_cases
 from bench.results import Measured, Row
 from bench.runner import Family, Session
@@ -31,7 +32,8 @@ def measure(case: AdapterCase, session: Session) -> Row:
         session: the run's.
 
     Returns:
-        Its row: ours is the call through FLA; the baselines are "direct" and "fla".
+        Its row: ours is the call through FLA; the baselines are "direct", "patched" (ours in front
+        of FLA's dispatch) and "fla".
 
     Raises:
         AccuracyError: ours is further off than allowed; nothing is timed then.
@@ -45,19 +47,19 @@ def measure(case: AdapterCase, session: Session) -> Row:
                 made = adapter_calls.layer_calls(case, "cuda")
                 package = "decode" if case.T == 1 else "kda"
             else:
-                made, package = adapter_calls.three(case, "cuda"), FUNCTIONS[case.op][1]
+                made, package = adapter_calls.calls_of(case, "cuda"), FUNCTIONS[case.op][1]
             return _measured(case, made, package, session)
     finally:
         made = None  # so that the next case finds the memory free
         torch.cuda.empty_cache()
 
 
-def _measured(case: AdapterCase, made: Three, package: str, session: Session) -> Row:
+def _measured(case: AdapterCase, made: Calls, package: str, session: Session) -> Row:
     results, calls = {"ours": made.calls["ours"]()}, {"ours": made.calls["ours"]}
     if not adapter_calls.took_over(package):
         raise RuntimeError("FLA's call did not come to our kernel; see the log of 'cula'")
-    for name in ("direct", "fla"):
-        if name in made.calls and (name == "direct" or session.use_baselines):
+    for name in ("direct", "patched", "fla"):
+        if name in made.calls and (name != "fla" or session.use_baselines):
             with session.excused(name):
                 results[name], calls[name] = made.calls[name](), made.calls[name]
     torch.cuda.synchronize()

@@ -76,8 +76,13 @@ def test_fla_gets_what_the_direct_call_gets(case, monkeypatch):
 
     monkeypatch.setattr(adapter_calls, "function_of", lambda path: stand_in)
     monkeypatch.setattr(fla, "fla_function", lambda path: stand_in)
-    calls = adapter_calls.three(case, "cpu").calls
-    assert list(calls) == ["ours", "direct", "fla"]
+    for package in ("decode", "kda"):
+        module = types.ModuleType(f"cula.{package}.fla")
+        module.patch_fla = lambda past_dispatch: nullcontext()
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    calls = adapter_calls.calls_of(case, "cpu").calls
+    patched = [] if case.op == "chunk_simple_gla" else ["patched"]
+    assert list(calls) == ["ours", "direct", "fla", *patched]
     calls["ours"]()
     calls["fla"]()
     assert given[0].keys() == given[1].keys()
@@ -131,8 +136,8 @@ def test_steps_go_on_from_a_cache_of_their_own(layer):
 
 
 def as_measured(monkeypatch, **calls):
-    made = adapter_calls.Three(calls, lambda results: dict.fromkeys(results, 0.001))
-    monkeypatch.setattr(adapter_calls, "three", lambda case, device: made)
+    made = adapter_calls.Calls(calls, lambda results: dict.fromkeys(results, 0.001))
+    monkeypatch.setattr(adapter_calls, "calls_of", lambda case, device: made)
     monkeypatch.setattr(adapter_calls, "ours_in_fla", nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -141,7 +146,7 @@ def as_measured(monkeypatch, **calls):
     )
 
 
-def test_a_row_has_all_three_and_the_difference_is_shown(monkeypatch):
+def test_a_row_has_them_all_and_the_difference_is_shown(monkeypatch):
     as_measured(monkeypatch, ours=lambda: 7.5, direct=lambda: 6.0, fla=lambda: 50.0)
     monkeypatch.setattr(adapter_calls, "took_over", lambda package: True)
     row = adapters.measure(SMALL[0], SESSION)

@@ -425,6 +425,39 @@ def test_a_hook_is_not_patched_as_well(install, version):
         assert sys.modules["fla.layers"].chunk_kda is before
 
 
+@pytest.mark.parametrize("version", ["0.5", "0.6"])
+def test_a_patch_past_the_dispatch(install, version):
+    layer, takeover, plans = taken(version, install)
+    before = sys.modules["fla.layers"].chunk_kda
+    with Patch(takeover, past_dispatch=True):
+        assert takeover.report() == {PATH: "patch"}
+        assert sys.modules["fla.layers"].chunk_kda is not before
+        Patch(takeover, past_dispatch=True)  # once is enough
+        assert layer(Q)[0] == "cula"
+        assert layer(Q, size=5)[0] == "fla"
+        assert len(plans) == 2  # FLA's dispatch, behind, does not make us plan again
+        assert fla.fla_function(PATH)(Q)[0] == "fla"
+    assert takeover.report() == {PATH: "hook"}
+    assert sys.modules["fla.layers"].chunk_kda is before
+
+
+def test_a_patch_further_out_says_what_is_passed_on(install):
+    install("0.6")
+    module = importlib.import_module("fla.ops.kda.recurrent")
+    inner, plans = adapter(INNER)
+    path = "fla.ops.kda.recurrent.recurrent"
+    outer = Adapter(path, "kda", inner.key, inner.plan, inner.run, fixed={"extra": "fixed"})
+    takeover = Takeover("cula.decode", [inner], [outer])
+    takeover.register()
+    with Patch(takeover, past_dispatch=True):
+        assert takeover.report() == {INNER: "patch", path: "patch"}
+        assert module.recurrent(Q) == ("cula", Q, 1, "fixed")
+        assert module.recurrent(Q, size=9)[0] == "fla"
+        assert len(plans) == 2
+    assert takeover.report() == {INNER: "hook"}
+    assert module.recurrent(Q, size=2) == ("cula", Q, 2, None)
+
+
 def test_what_somebody_put_there_since_is_left_alone(install):
     _, takeover, _ = taken("0.4.2", install)
     takeover.patch()

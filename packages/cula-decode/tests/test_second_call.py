@@ -152,6 +152,18 @@ def test_fla_s_lightning(taken, v_first, initial):
         taken(lambda: fla("fla.ops.simple_gla.fused_recurrent_simple_gla")(**x))
 
 
+@pytest.mark.parametrize("initial", [False, True])
+def test_past_fla_s_dispatch(taken, initial):
+    x = tokens() | {"output_final_state": True, "scale": 0.5}
+    if initial:
+        x["initial_state"] = torch.randn(N, H, D, D)
+    with torch.no_grad(), taken.module("fla").patch_fla(past_dispatch=True):
+        for o, state in taken(lambda: fla("fla.ops.kda.fused_recurrent_kda")(**x)):
+            assert o.shape == x["v"].shape and state.shape == (N, H, D, D)
+    outer = taken.module("fla")._OUTER
+    assert len(outer.accepted) == 1 and "launch" not in taken.module("fla").report().values()
+
+
 def test_what_the_launch_refuses_is_planned_anew(taken):
     x, adapter = tokens(), taken.module("fla")._takeover.adapters[0]
     call = fla("fla.ops.kda.fused_recurrent_kda")

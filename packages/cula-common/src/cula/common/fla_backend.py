@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from cula.common.fla import dispatcher_of, fla_missing, inside_fla
+from cula.common.fla import dispatcher_of, fla_alone, fla_missing, inside_fla
 
 MAX_KINDS = 4096  # of accepted calls that an adapter remembers
 PRIORITY = 1  # FLA asks lower ones first; its own backends have 3 and more
@@ -70,6 +70,8 @@ class Adapter:
             its key; None if there is none.
         again: our call by such a launch; raises TypeError or ValueError, nothing having been
             launched that a `run` would not do again, where the launch refuses the arguments.
+        fixed: keywords that a function further out passes to the one that this adapter is of: it
+            stands for them, and is only ever patched.
         accepted: the keys of calls that are ours, each with its launch or None.
     """
 
@@ -80,6 +82,7 @@ class Adapter:
     run: Callable[[Mapping[str, Any]], Any]
     kept: Callable[[Mapping[str, Any], Any], Any] = _nothing_kept
     again: Callable[[Mapping[str, Any], Any], Any] | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     accepted: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
@@ -142,17 +145,22 @@ class Adapter:
 class Takeover:
     """What one package takes over from FLA."""
 
-    def __init__(self, package: str, adapters: Sequence[Adapter]):
+    def __init__(
+        self, package: str, adapters: Sequence[Adapter], further_out: Sequence[Adapter] = ()
+    ):
         """Nothing happens yet.
 
         Args:
             package: the package's name, ``"cula.kda"``.
             adapters: the functions; those that the installed FLA does not have are left out.
+            further_out: those that lead to them, for patches past the dispatch.
         """
         self.package = package
         self.adapters = adapters
-        self.hooked: list[str] = []
+        self.further_out = further_out
+        self.hooked: list[Adapter] = []
         self.without_hook: list[Adapter] = []
+        self._patched: set[str] = set()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def register(self) -> None:
@@ -172,7 +180,7 @@ class Takeover:
             home = dispatcher_of(function)
             if home is not None:
                 _register(home, self.package, adapter, function)
-                self.hooked.append(adapter.path)
+                self.hooked.append(adapter)
             else:
                 self.without_hook.append(adapter)
 
@@ -190,23 +198,28 @@ class Takeover:
             stacklevel=3,
         )
 
-    def patch(self) -> None:
+    def patch(self, past_dispatch: bool = False) -> None:
         """Put an adapter in the place of each function without a hook, in all of FLA's modules.
 
         A module outside of FLA that has imported such a function by name keeps the original.
+
+        Args:
+            past_dispatch: replace functions that have a hook, and those further out, as well.
         """
-        if self._replaced:
-            return
-        for adapter in self.without_hook:
-            original = _find(adapter.path)
+        wanted = list(self.without_hook)
+        if past_dispatch:
+            wanted += [*self.hooked, *self.further_out]
+        for adapter in wanted:
+            original = None if adapter.path in self._patched else _find(adapter.path)
             if original is None:
                 continue
-            ours = _in_front_of(original, adapter)
+            ours = _in_front_of(original, adapter, adapter not in self.without_hook)
             for module in _fla_modules():
                 for name, value in list(vars(module).items()):
                     if value is original:
                         setattr(module, name, ours)
                         self._replaced.append((module, name, original, ours))
+            self._patched.add(adapter.path)
 
     def undo(self) -> None:
         """Put FLA's functions back where `patch` replaced them (and nobody else has since)."""
@@ -214,22 +227,22 @@ class Takeover:
             if vars(module).get(name) is ours:
                 setattr(module, name, original)
         self._replaced = []
+        self._patched = set()
 
     def report(self) -> dict[str, str]:
         """Say for each function how it is taken over: "hook", "patch" or "no"."""
-        patched = bool(self._replaced)
-        return dict.fromkeys(self.hooked, "hook") | {
-            adapter.path: "patch" if patched else "no" for adapter in self.without_hook
-        }
+        taken = {adapter.path: "hook" for adapter in self.hooked}
+        taken |= {adapter.path: "no" for adapter in self.without_hook}
+        return taken | dict.fromkeys(sorted(self._patched), "patch")
 
 
 class Patch:
     """What ``patch_fla()`` returns. As a context manager it takes the patch back at the end."""
 
-    def __init__(self, takeover: Takeover):
+    def __init__(self, takeover: Takeover, past_dispatch: bool = False):
         """Patch, if that has not been done."""
         self._takeover = takeover
-        takeover.patch()
+        takeover.patch(past_dispatch)
 
     def __enter__(self) -> "Patch":
         """The patch is in place already."""
@@ -349,14 +362,20 @@ def _register_before_0_6(home: Any, adapter: Adapter, members: dict[str, Any]) -
     (registry or home.BackendRegistry(adapter.operation)).register(backend())
 
 
-def _in_front_of(original: Callable[..., Any], adapter: Adapter) -> Callable[..., Any]:
-    names = _positional(original)
+def _in_front_of(
+    original: Callable[..., Any], adapter: Adapter, hook_behind: bool
+) -> Callable[..., Any]:
+    names, fixed = _positional(original), adapter.fixed
 
     @functools.wraps(original)
     def ours(*args: Any, **kwargs: Any) -> Any:
-        judged = adapter.judge(_call_of(names, args, kwargs) if args else kwargs)
-        if isinstance(judged, str):
-            return original(*args, **kwargs)
-        return adapter.serve(judged)
+        call = _call_of(names, args, kwargs) if args else kwargs
+        judged = adapter.judge({**call, **fixed} if fixed else call)
+        if not isinstance(judged, str):
+            return adapter.serve(judged)
+        if hook_behind:  # where FLA would ask once more
+            with fla_alone():
+                return original(*args, **kwargs)
+        return original(*args, **kwargs)
 
     return torch.compiler.disable(ours)

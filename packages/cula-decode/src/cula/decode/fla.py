@@ -125,6 +125,12 @@ def _form(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plan_kda(call: Mapping[str, Any], backend: str) -> Plan:
     _no_gradients(call, KDA)
+    require(
+        not (call.get("state_v_first") and call.get("transpose_state_layout")),
+        "transpose_state_layout",
+        True,
+        "is the older name of state_v_first; FLA takes one of them",
+    )
     indices, state = call.get("ssm_state_indices"), call.get("initial_state")
     if not call.get("inplace_final_state", True):
         for name in ("ssm_state_indices", "num_accepted_tokens", "out"):
@@ -298,6 +304,17 @@ def _lightning_again(
     return out, result
 
 
+# What FLA's function further out passes to `fused_recurrent_kda_fwd`, for whom it stands.
+_OUTER = Adapter(
+    "fla.ops.kda.fused_recurrent_kda",
+    "kda",
+    _kda_key,
+    _plan_kda,
+    _run_kda,
+    _kept_kda,
+    _kda_again,
+    {"inplace_final_state": False},
+)
 _takeover = Takeover(
     "cula.decode",
     [
@@ -320,21 +337,27 @@ _takeover = Takeover(
             _lightning_again,
         ),
     ],
+    [_OUTER],
 )
 _takeover.register()
 _takeover.warn()
 
 
-def patch_fla() -> Patch:
+def patch_fla(past_dispatch: bool = False) -> Patch:
     """Replace FLA's functions where the installed version has no hook for them (0.4.2, 0.5).
 
     Modules outside of FLA that have imported them by name already keep FLA's. Does nothing where
-    there is a hook.
+    there is a hook, unless asked to.
+
+    Args:
+        past_dispatch: replace the hooked functions too, and the whole `fused_recurrent_kda`.
+            Calls that are ours then pay nothing for FLA's dispatch, several microseconds of the
+            host's each; FLA's other backends are asked only about those that are not.
 
     Returns:
         The patch, in place already: ``with patch_fla(): ...`` takes it back at the end.
     """
-    return Patch(_takeover)
+    return Patch(_takeover, past_dispatch)
 
 
 def unpatch_fla() -> None:

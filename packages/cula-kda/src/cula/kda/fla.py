@@ -183,16 +183,21 @@ _takeover.register()
 _takeover.warn()
 
 
-def patch_fla() -> Patch:
+def patch_fla(past_dispatch: bool = False) -> Patch:
     """Replace FLA's function where the installed version has no hook for it (0.4.2).
 
     Modules outside of FLA that have imported it by name already keep FLA's. Does nothing where
-    there is a hook.
+    there is a hook, unless asked to.
+
+    Args:
+        past_dispatch: replace the hooked function too.
+            Calls that are ours then pay nothing for FLA's dispatch, several microseconds of the
+            host's each; FLA's other backends are asked only about those that are not.
 
     Returns:
         The patch, in place already: ``with patch_fla(): ...`` takes it back at the end.
     """
-    return Patch(_takeover)
+    return Patch(_takeover, past_dispatch)
 
 
 def unpatch_fla() -> None:
