@@ -87,7 +87,9 @@ def function_of(path: str) -> Callable[..., Any]:
 def took_over(package: str) -> bool:
     """Whether FLA has left a call to a kernel of `cula.<package>`, since `ours_in_fla`."""
     adapters = importlib.import_module(f"cula.{package}.fla")._takeover.adapters
-    return any(launch is not None for a in adapters for launch in a.accepted.values())
+    return any(
+        launch is not None for a in adapters for launch in a.accepted.values()
+    )  # None: reference
 
 
 def calls_of(case: AdapterCase, device: torch.device | str) -> Calls:

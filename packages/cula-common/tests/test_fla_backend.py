@@ -266,9 +266,13 @@ def test_positional_arguments_mean_what_the_installed_version_says(install, vers
     takeover.undo()
 
 
-def launching(path=PATH):
+def launching(path=PATH, backend="cute"):
     """An adapter whose calls leave a launch behind, and what it did."""
-    done = []
+    done, plans = [], []
+
+    def plan(call, asked):
+        plans.append(asked)
+        return SimpleNamespace(backend=backend)
 
     def run(call):
         done.append("run")
@@ -280,8 +284,8 @@ def launching(path=PATH):
             raise ValueError("strides")
         return ("cula", call["q"])
 
-    made, plans = adapter(path)
-    made = Adapter(path, "kda", made.key, made.plan, run, lambda call, result: "launch", again)
+    key = adapter(path)[0].key
+    made = Adapter(path, "kda", key, plan, run, lambda call, result: "launch", again)
     return made, done, plans
 
 
@@ -301,6 +305,16 @@ def test_the_second_call_goes_to_the_launch_of_the_first(install, version):
         assert len(plans) == 1 and len(keys) == 3  # one look a call
         layer(Q, extra="odd")
     assert done[3:] == ["launch", "run"]
+
+
+def test_what_the_reference_runs_takes_no_launch_that_others_left(install):
+    """Were it one of our kernel's, from before CULA_BACKEND or without gradients, say."""
+    layer = install("0.6")
+    made, done, _ = launching(backend="reference")
+    Takeover("cula.kda", [made]).register()
+    for _ in range(3):
+        layer(Q)
+    assert done == ["run"] * 3
 
 
 def backend_of(install):

@@ -96,7 +96,7 @@ def test_fla_s_chunk_kda(taken, packed, v_first, state, dtype):
             assert o.shape == x["v"].shape and o.dtype == x["q"].dtype
             assert final.dtype == torch.float32 and final.shape == (N, H, D, D)
     (launch,) = taken.adapter.accepted.values()
-    assert launch is not None
+    assert callable(launch)
 
 
 def test_no_final_state_and_older_names(taken):

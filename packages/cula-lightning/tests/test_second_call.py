@@ -89,4 +89,4 @@ def test_fla_s_chunk_simple_gla(import_with_fla, not_planned_again, packed, v_fi
             assert o.shape == x["v"].shape
             assert final.dtype == torch.float32 and final.shape == (N, H, D, D)
     (launch,) = module._takeover.adapters[0].accepted.values()
-    assert launch is not None
+    assert callable(launch)

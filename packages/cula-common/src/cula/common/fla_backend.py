@@ -43,7 +43,8 @@ def log_once(message: str) -> None:
 Accepted = tuple[Mapping[str, Any], Hashable, Any]
 
 
-_UNKNOWN = object()
+# In place of a launch: nothing is known of the key; our kernel runs it, and may leave a launch.
+_UNKNOWN, _NO_LAUNCH_YET = object(), object()
 
 
 def _nothing_kept(call: Mapping[str, Any], result: Any) -> Any:
@@ -72,7 +73,8 @@ class Adapter:
             launched that a `run` would not do again, where the launch refuses the arguments.
         fixed: keywords that a function further out passes to the one that this adapter is of: it
             stands for them, and is only ever patched.
-        accepted: the keys of calls that are ours, each with its launch or None.
+        accepted: the keys of calls that are ours, each with its launch; or None for those that the
+            reference runs.
     """
 
     path: str
@@ -106,40 +108,42 @@ class Adapter:
                 return call, key, launch
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             return f"{type(error).__name__}: {error}"  # a wrong call; FLA says so in its words
-        reason = self._planned(call)
+        backend, reason = self._planned(call)
         if reason is not None:
             log_once(f"{self.path}: FLA runs this: {reason}")
             return reason
         if len(self.accepted) >= MAX_KINDS:
             self.accepted.clear()
-        self.accepted[key] = None
+        launch = self.accepted[key] = _NO_LAUNCH_YET if backend == "cute" else None
         log_once(f"{self.path}: cuLA runs this")
-        return call, key, None
+        return call, key, launch
 
     def serve(self, accepted: Accepted) -> Any:
         """Run a call that `judge` has accepted, the short way if its kind has one."""
         call, key, launch = accepted
-        if launch is not None and self.again is not None:
-            try:
-                return self.again(call, launch)
-            except (TypeError, ValueError):  # what the launch refuses is planned anew
-                return self.run(call)
-        result = self.run(call)
-        launch = self.kept(call, result)
-        if launch is not None:
-            self.accepted[key] = launch
-        return result
+        if launch is None or self.again is None:
+            return self.run(call)
+        if launch is _NO_LAUNCH_YET:
+            result = self.run(call)
+            launch = self.kept(call, result)
+            if launch is not None:
+                self.accepted[key] = launch
+            return result
+        try:
+            return self.again(call, launch)
+        except (TypeError, ValueError):  # what the launch refuses is planned anew
+            return self.run(call)
 
-    def _planned(self, call: Mapping[str, Any]) -> str | None:
-        """Ask our plan. On a GPU only a kernel of ours is worth more than FLA's; elsewhere our
-        reference is all there is."""
+    def _planned(self, call: Mapping[str, Any]) -> tuple[str, str | None]:
+        """Ask our plan: the backend, and why FLA runs this or None. On a GPU only a kernel of ours
+        is worth more than FLA's; elsewhere our reference is all there is."""
         q = call["q"]
         backend = os.environ.get("CULA_BACKEND") or ("cute" if q.is_cuda else "reference")
         try:
             plan = self.plan(call, backend)
         except (TypeError, ValueError, NotImplementedError) as error:
-            return str(error)
-        return "FLA was asked for" if plan.backend == "fla" else None
+            return "fla", str(error)
+        return plan.backend, "FLA was asked for" if plan.backend == "fla" else None
 
 
 class Takeover:
