@@ -12,7 +12,7 @@ import textwrap
 import pytest
 import torch
 
-from cula.common import fla, fla_backend, jit
+from cula.common import fla, fla_adapter, fla_backend, jit
 
 KDA = """q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False,
@@ -145,7 +145,7 @@ def _forget(adapters: str) -> dict:
         del sys.modules[name]
     importlib.invalidate_caches()
     fla.fla_function.cache_clear()
-    fla_backend.log_once.cache_clear()
+    fla_adapter.log_once.cache_clear()
     return gone
 
 
@@ -167,7 +167,7 @@ def import_with_fla(request, tmp_path, monkeypatch):
             except Exception as error:
                 pytest.skip(f"the installed FLA cannot be imported: {error}")
             sys.modules.pop(adapters, None)
-            fla_backend.log_once.cache_clear()
+            fla_adapter.log_once.cache_clear()
             return importlib.import_module(adapters)
         before.append((adapters, _forget(adapters)))
         for name, text in FILES.items():

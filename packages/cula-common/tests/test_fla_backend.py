@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cula.common import fla, fla_backend
-from cula.common.fla_backend import INSIDE, Adapter, Patch, Takeover
+from cula.common import fla, fla_adapter, fla_backend
+from cula.common.fla_adapter import INSIDE, Adapter
+from cula.common.fla_backend import Patch, Takeover
 
 # Operations have registries, made when first called for; the wrapper is outermost.
 BY_OPERATION = {
@@ -178,7 +179,7 @@ def install(tmp_path, monkeypatch):
     """Returns a function that makes one of the imitations importable as ``fla``."""
     real = {n: m for n, m in sys.modules.items() if n == "fla" or n.startswith("fla.")}
     monkeypatch.setattr(fla_backend, "fla_missing", lambda: None)
-    fla_backend.log_once.cache_clear()
+    fla_adapter.log_once.cache_clear()
 
     def write(version):
         for name, text in (EVERY | VERSIONS[version]).items():
@@ -358,7 +359,7 @@ def test_another_function_of_the_registry_is_not_ours(install):
 
 def test_an_error_while_verifying_declines(install, monkeypatch):
     backend, _ = backend_of(install)
-    monkeypatch.setattr(fla_backend, "inside_fla", lambda: 1 / 0)
+    monkeypatch.setattr(fla_adapter, "inside_fla", lambda: 1 / 0)
     assert backend.verify("chunk_kda", Q) == (False, "division by zero")
 
 
@@ -533,7 +534,7 @@ def test_on_a_gpu_only_a_kernel_of_ours_is_worth_it(monkeypatch):
 
 
 def test_memory_of_kinds_is_bounded(monkeypatch):
-    monkeypatch.setattr(fla_backend, "MAX_KINDS", 3)
+    monkeypatch.setattr(fla_adapter, "MAX_KINDS", 3)
     made, _ = adapter()
     for n in range(10):
         assert made.refusal({"q": torch.zeros(n)}) is None

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from cula.common.checks import needs_grad, require
-from cula.common.fla_backend import Adapter, Patch, Takeover, device_kind
+from cula.common.fla_adapter import Adapter, device_kind
+from cula.common.fla_backend import Patch, Takeover
 from cula.common.layouts import new_output, new_states, to_v_first
 from cula.common.reference import KdaInputs, LightningInputs
 from cula.decode import run

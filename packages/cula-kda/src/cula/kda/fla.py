@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from cula.common.checks import needs_grad
-from cula.common.fla_backend import Adapter, Patch, Takeover, device_kind, kind_of
+from cula.common.fla_adapter import Adapter, device_kind, kind_of
+from cula.common.fla_backend import Patch, Takeover
 from cula.common.layouts import new_output, new_states
 from cula.kda import launch
 from cula.kda.kernel_plan import no_kernel
