@@ -1,6 +1,8 @@
-"""A stand-in for flash-linear-attention 0.6, for tests of what cuLA registers with it.
+"""What several packages' tests need.
 
-It has FLA's module names, signatures and way to dispatch; its functions only say that they ran.
+A stand-in for flash-linear-attention 0.6, for tests of what cuLA registers with it: it has FLA's
+module names, signatures and way to dispatch; its functions only say that they ran. And stand-ins
+for compiled kernels, for tests of the way to them.
 """
 
 import importlib
@@ -8,8 +10,9 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
-from cula.common import fla, fla_backend
+from cula.common import fla, fla_adapter, fla_backend, jit
 
 KDA = """q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False,
@@ -142,7 +145,7 @@ def _forget(adapters: str) -> dict:
         del sys.modules[name]
     importlib.invalidate_caches()
     fla.fla_function.cache_clear()
-    fla_backend.log_once.cache_clear()
+    fla_adapter.log_once.cache_clear()
     return gone
 
 
@@ -164,7 +167,7 @@ def import_with_fla(request, tmp_path, monkeypatch):
             except Exception as error:
                 pytest.skip(f"the installed FLA cannot be imported: {error}")
             sys.modules.pop(adapters, None)
-            fla_backend.log_once.cache_clear()
+            fla_adapter.log_once.cache_clear()
             return importlib.import_module(adapters)
         before.append((adapters, _forget(adapters)))
         for name, text in FILES.items():
@@ -180,3 +183,59 @@ def import_with_fla(request, tmp_path, monkeypatch):
     for adapters, modules in before:
         _forget(adapters)
         sys.modules.update(modules)
+
+
+def _kind(x):
+    if isinstance(x, torch.Tensor):
+        return tuple(x.shape), x.stride(), x.dtype
+    return x
+
+
+@pytest.fixture
+def not_planned_again(monkeypatch):
+    """Returns a function that makes a check for a family: a call, made twice, is planned once.
+
+    Plans choose our kernel, on any machine, and kernels only note what they were launched with.
+    """
+
+    def family(package: str):
+        def module(name: str):
+            return importlib.import_module(f"cula.{package}.{name}")
+
+        home = module("run" if package == "decode" else "launch")
+        launched: list[tuple] = []
+
+        def compiled(config, arch):
+            return lambda *args: launched.append((config, [_kind(x) for x in args]))
+
+        monkeypatch.setattr(module("plan"), "choose_backend", lambda *args, **options: "cute")
+        for name, value in (("arch_of", "sm_90a"), ("sm_count", 132)):
+            monkeypatch.setattr(module("plan"), name, lambda _, value=value: value, raising=False)
+        monkeypatch.setattr(jit, "compiled", compiled)
+        monkeypatch.setattr(home, "_launches", {})
+
+        def refuse(*args, **options):
+            raise AssertionError("planned again")
+
+        def check(call):
+            """Both calls' results, which hold nothing."""
+            launched.clear()
+            first = call()
+            want = list(launched)
+            assert want, "nothing was launched"
+            launched.clear()
+            with monkeypatch.context() as again:
+                again.setattr(module("plan"), "choose_backend", refuse)
+                for name in ("plan_kda", "plan_lightning", "plan_chunk", "plan_prefill"):
+                    for user in ("run", "fla"):
+                        found = sys.modules.get(f"cula.{package}.{user}")
+                        if hasattr(found, name):
+                            again.setattr(found, name, refuse)
+                second = call()
+            assert launched == want, "not what was planned"
+            return first, second
+
+        check.module, check.launched = module, launched
+        return check
+
+    return family

@@ -19,7 +19,6 @@ LAYERS = {
     "upstream": 1,
     "op": 2,
     "fused_recurrent": 2,
-    "recurrent": 2,
     "run": 3,
     "cases": 3,
     "plan": 4,

@@ -10,8 +10,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from cula.common import fla as common_fla
-from cula.common.fla import fla_missing, inside_fla
+from cula.common.fla import fla_alone, fla_missing
 from cula.common.testing import rel_error
 
 pytestmark = [
@@ -22,17 +21,6 @@ pytestmark = [
 
 LENGTHS = (5, 70, 130)  # below and above what FLA's layer sends to its recurrent kernel
 NEW_TOKENS = 8
-
-
-@contextmanager
-def fla_s_own():
-    """FLA's kernels: as if FLA were running for us, which makes everything of ours decline."""
-    token = common_fla._running.set(("test",))
-    try:
-        assert inside_fla()
-        yield
-    finally:
-        common_fla._running.reset(token)
 
 
 @contextmanager
@@ -111,7 +99,7 @@ def compare(model, exact_model, prompts, steps=NEW_TOKENS):
     """Run all three and compare; returns the relative errors of FLA's logits and ours."""
     with reference():
         exact, tokens = generate(exact_model, prompts, steps=steps)
-    with fla_s_own():
+    with fla_alone():
         theirs, _ = generate(model, prompts, tokens, steps)
     ours, _ = generate(model, prompts, tokens, steps)
     their_error, our_error = rel_error(theirs, exact), rel_error(ours, exact)
@@ -165,7 +153,7 @@ def test_kda_layer(tokens, mode):
     layer = kda_layer("cuda", torch.bfloat16)
     x = torch.randn(2, tokens, 512, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad(), mode():
-        with fla_s_own():
+        with fla_alone():
             theirs = layer(x)[0]
         ours = layer(x)[0]
         with torch.autocast("cuda", torch.bfloat16):
@@ -184,7 +172,7 @@ def test_training_takes_fla_s_gradients():
         layer(x)[0].float().square().mean().backward()
         return {name: p.grad.clone() for name, p in layer.named_parameters()}
 
-    with fla_s_own():
+    with fla_alone():
         theirs = gradients()
     for name, ours in gradients().items():
         assert rel_error(ours, theirs[name]) < 2e-2, name
@@ -269,7 +257,7 @@ def compare_lightning(device, dtype, hidden=512, heads=4, prompt=128, tokens=136
     exact.load_state_dict(layer.state_dict())
     x = torch.randn(2, tokens, hidden, device=device, dtype=dtype)
     with lightning.patch_fla():
-        with fla_s_own():
+        with fla_alone():
             theirs = lightning_run(layer, x, prompt)
         ours = lightning_run(layer, x, prompt)
         with reference():
@@ -292,7 +280,7 @@ def test_retention_layer():
     layer = layer.to("cuda", torch.bfloat16).eval()
     x = torch.randn(2, 128, 512, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad(), lightning.patch_fla():
-        with fla_s_own():
+        with fla_alone():
             theirs = layer(x)[0]
         ours = layer(x)[0]
     assert rel_error(ours, theirs) < 1e-2

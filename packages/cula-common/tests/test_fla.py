@@ -356,3 +356,13 @@ def test_installed_version(monkeypatch, versions, expected):
 
     monkeypatch.setattr(fla.metadata, "version", version)
     assert fla._installed_version() == expected
+
+
+def test_fla_alone_lasts_as_long_as_its_block():
+    assert not fla.inside_fla()
+    with fla.fla_alone():
+        assert fla.inside_fla()
+        with fla.fla_alone():
+            assert fla.inside_fla()
+        assert fla.inside_fla()
+    assert not fla.inside_fla()

@@ -7,14 +7,17 @@ import importlib
 import logging
 import sys
 import textwrap
+import threading
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cula.common import fla, fla_backend
-from cula.common.fla_backend import INSIDE, Adapter, Patch, Takeover
+from cula.common import fla, fla_adapter, fla_backend
+from cula.common.fla_adapter import INSIDE, Adapter
+from cula.common.fla_backend import Patch, Takeover
 
 # Operations have registries, made when first called for; the wrapper is outermost.
 BY_OPERATION = {
@@ -176,7 +179,7 @@ def install(tmp_path, monkeypatch):
     """Returns a function that makes one of the imitations importable as ``fla``."""
     real = {n: m for n, m in sys.modules.items() if n == "fla" or n.startswith("fla.")}
     monkeypatch.setattr(fla_backend, "fla_missing", lambda: None)
-    fla_backend.log_once.cache_clear()
+    fla_adapter.log_once.cache_clear()
 
     def write(version):
         for name, text in (EVERY | VERSIONS[version]).items():
@@ -264,6 +267,125 @@ def test_positional_arguments_mean_what_the_installed_version_says(install, vers
     takeover.undo()
 
 
+def launching(path=PATH, backend="cute"):
+    """An adapter whose calls leave a launch behind, and what it did."""
+    done, plans = [], []
+
+    def plan(call, asked):
+        plans.append(asked)
+        return SimpleNamespace(backend=backend)
+
+    def run(call):
+        done.append("run")
+        return ("cula", call["q"])
+
+    def again(call, launch):
+        done.append(launch)
+        if call.get("extra") == "odd":
+            raise ValueError("strides")
+        return ("cula", call["q"])
+
+    key = adapter(path)[0].key
+    made = Adapter(path, "kda", key, plan, run, lambda call, result: "launch", again)
+    return made, done, plans
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_second_call_goes_to_the_launch_of_the_first(install, version):
+    layer = install(version)
+    made, done, plans = launching()
+    takeover = Takeover("cula.kda", [made])
+    takeover.register()
+    keys = []
+    key = made.key
+    object.__setattr__(made, "key", lambda call: keys.append(1) or key(call))
+    with Patch(takeover):
+        for _ in range(3):
+            assert layer(Q)[1] is Q
+        assert done == ["run", "launch", "launch"]
+        assert len(plans) == 1 and len(keys) == 3  # one look a call
+        layer(Q, extra="odd")
+    assert done[3:] == ["launch", "run"]
+
+
+def test_what_the_reference_runs_takes_no_launch_that_others_left(install):
+    """Were it one of our kernel's, from before CULA_BACKEND or without gradients, say."""
+    layer = install("0.6")
+    made, done, _ = launching(backend="reference")
+    Takeover("cula.kda", [made]).register()
+    for _ in range(3):
+        layer(Q)
+    assert done == ["run"] * 3
+
+
+def backend_of(install):
+    """What FLA asks and calls, and what our adapter did."""
+    install("0.6")
+    made, done, _ = launching()
+    takeover = Takeover("cula.kda", [made])
+    takeover.register()
+    home = sys.modules["fla.backends"]
+    (registry,) = (r for r in home.functions.values() if r)
+    return registry["cula_kda"], done
+
+
+def test_what_was_verified_is_of_that_call_alone(install):
+    backend, done = backend_of(install)
+    assert backend.verify("chunk_kda", Q) == (True, None)
+    assert backend.chunk_kda(Q) == ("cula", Q)
+    assert backend.verify("chunk_kda", Q) == (True, None)
+    other = torch.zeros(2)
+    assert backend.chunk_kda(other)[1] is other  # not the one that was verified
+    assert backend.chunk_kda(Q)[1] is Q  # nor once more
+    assert done == ["run"] * 3
+
+
+def test_what_was_verified_is_not_held_on_to(install):
+    backend, _ = backend_of(install)
+    assert backend.verify("chunk_kda", Q)[0]  # so that the next is of a known kind
+    q = torch.zeros(2)
+    gone = weakref.ref(q)
+    assert backend.verify("chunk_kda", q)[0]
+    backend.chunk_kda(q)
+    del q
+    assert gone() is None
+
+
+def test_another_function_of_the_registry_is_not_ours(install):
+    backend, _ = backend_of(install)
+    assert backend.verify("chunk_kda_bwd", Q) == (True, None)  # as FLA's own: no verifier
+    assert not hasattr(backend, "chunk_kda_bwd")
+
+
+def test_an_error_while_verifying_declines(install, monkeypatch):
+    backend, _ = backend_of(install)
+    monkeypatch.setattr(fla_adapter, "inside_fla", lambda: 1 / 0)
+    assert backend.verify("chunk_kda", Q) == (False, "division by zero")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_threads_do_not_see_each_other_s_calls(install, version):
+    layer = install(version)
+    made, done, _ = launching()
+    takeover = Takeover("cula.kda", [made])
+    takeover.register()
+    wrong = []
+
+    def work(n):
+        mine = [torch.zeros(n % 3 + 1) for _ in range(5)]
+        for q in mine * 100:
+            if layer(q)[1] is not q:
+                wrong.append(q)
+
+    with Patch(takeover):
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong and len(done) == 8 * 500
+
+
 def test_an_operation_s_hook(install):
     layer, takeover, _ = taken("0.6", install, INNER)
     assert takeover.report() == {INNER: "hook"}
@@ -316,6 +438,39 @@ def test_a_hook_is_not_patched_as_well(install, version):
         takeover.warn()
     with Patch(takeover):
         assert sys.modules["fla.layers"].chunk_kda is before
+
+
+@pytest.mark.parametrize("version", ["0.5", "0.6"])
+def test_a_patch_past_the_dispatch(install, version):
+    layer, takeover, plans = taken(version, install)
+    before = sys.modules["fla.layers"].chunk_kda
+    with Patch(takeover, past_dispatch=True):
+        assert takeover.report() == {PATH: "patch"}
+        assert sys.modules["fla.layers"].chunk_kda is not before
+        Patch(takeover, past_dispatch=True)  # once is enough
+        assert layer(Q)[0] == "cula"
+        assert layer(Q, size=5)[0] == "fla"
+        assert len(plans) == 2  # FLA's dispatch, behind, does not make us plan again
+        assert fla.fla_function(PATH)(Q)[0] == "fla"
+    assert takeover.report() == {PATH: "hook"}
+    assert sys.modules["fla.layers"].chunk_kda is before
+
+
+def test_a_patch_further_out_says_what_is_passed_on(install):
+    install("0.6")
+    module = importlib.import_module("fla.ops.kda.recurrent")
+    inner, plans = adapter(INNER)
+    path = "fla.ops.kda.recurrent.recurrent"
+    outer = Adapter(path, "kda", inner.key, inner.plan, inner.run, fixed={"extra": "fixed"})
+    takeover = Takeover("cula.decode", [inner], [outer])
+    takeover.register()
+    with Patch(takeover, past_dispatch=True):
+        assert takeover.report() == {INNER: "patch", path: "patch"}
+        assert module.recurrent(Q) == ("cula", Q, 1, "fixed")
+        assert module.recurrent(Q, size=9)[0] == "fla"
+        assert len(plans) == 2
+    assert takeover.report() == {INNER: "hook"}
+    assert module.recurrent(Q, size=2) == ("cula", Q, 2, None)
 
 
 def test_what_somebody_put_there_since_is_left_alone(install):
@@ -379,7 +534,7 @@ def test_on_a_gpu_only_a_kernel_of_ours_is_worth_it(monkeypatch):
 
 
 def test_memory_of_kinds_is_bounded(monkeypatch):
-    monkeypatch.setattr(fla_backend, "MAX_KINDS", 3)
+    monkeypatch.setattr(fla_adapter, "MAX_KINDS", 3)
     made, _ = adapter()
     for n in range(10):
         assert made.refusal({"q": torch.zeros(n)}) is None

@@ -12,7 +12,8 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import metadata
 from importlib.util import find_spec
@@ -59,6 +60,19 @@ def inside_fla() -> bool:
     in threads of its own, which are not in that context.)
     """
     return bool(_running.get())
+
+
+@contextmanager
+def fla_alone() -> Iterator[None]:
+    """While this holds in a context, everything of ours declines what FLA offers it.
+
+    For comparisons: FLA's models on FLA's kernels, with our backends registered.
+    """
+    token = _running.set((*_running.get(), "fla_alone"))
+    try:
+        yield
+    finally:
+        _running.reset(token)
 
 
 def dispatcher_of(function: Callable[..., Any]) -> str | None:

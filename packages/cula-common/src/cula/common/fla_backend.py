@@ -2,114 +2,49 @@
 
 FLA 0.5 and 0.6 ask registered backends before they run some of their functions (hooks). A function
 without a hook can only be replaced, which `Takeover.patch` does when the user asks for it, and
-`Takeover.undo` takes back. Either way an `Adapter` decides call by call: our plan is asked whether
-our kernel runs this call, and what it refuses goes to FLA's own code, with the reason logged.
+`Takeover.undo` takes back. Either way an `Adapter` (fla_adapter.py) decides call by call: our plan
+is asked whether our kernel runs this call, and what it refuses goes to FLA's own code, with the
+reason logged.
 """
 
 import functools
 import importlib
-import logging
 import os
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, signature
+from operator import is_
 from typing import Any
 
 import torch
 
-from cula.common.fla import dispatcher_of, fla_missing, inside_fla
+from cula.common.fla import dispatcher_of, fla_alone, fla_missing
+from cula.common.fla_adapter import Adapter
 
-MAX_KINDS = 4096  # of accepted calls that an adapter remembers
 PRIORITY = 1  # FLA asks lower ones first; its own backends have 3 and more
-INSIDE = "FLA is running as cuLA's fallback"
-
-_log = logging.getLogger(__name__)
-
-
-@functools.lru_cache(maxsize=1024)
-def log_once(message: str) -> None:
-    """Log at INFO, the first time only (as far as memory of a bounded size goes)."""
-    _log.info(message)
-
-
-@dataclass(frozen=True, eq=False)
-class Adapter:
-    """One function of FLA's that cuLA can take over.
-
-    The three functions take what a call of FLA's names, as a dictionary with FLA 0.6's names;
-    keywords that the caller left out are not in it.
-
-    Attributes:
-        path: module and name, such as ``"fla.ops.kda.chunk_kda"``.
-        operation: the name under which a version of FLA without a registry for every function
-            files this one.
-        key: what our plan's answer depends on, short and cheap to make. Calls that were accepted
-            are known by it. Should a call of a known key not fit after all, `run` falls back by
-            itself, or raises as any wrong call does.
-        plan: our plan of a call, for a backend; raises what our call would raise.
-        run: our call.
-    """
-
-    path: str
-    operation: str
-    key: Callable[[Mapping[str, Any]], Hashable]
-    plan: Callable[[Mapping[str, Any], str], Any]
-    run: Callable[[Mapping[str, Any]], Any]
-    accepted: set[Hashable] = field(default_factory=set)
-
-    @property
-    def name(self) -> str:
-        """The function's name."""
-        return self.path.rpartition(".")[2]
-
-    def refusal(self, call: Mapping[str, Any]) -> str | None:
-        """Why FLA has to run this call, or None if cuLA does."""
-        if inside_fla():
-            return INSIDE
-        try:
-            key = self.key(call)
-            if key in self.accepted:
-                return None
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            return f"{type(error).__name__}: {error}"  # a wrong call; FLA says so in its words
-        reason = self._planned(call)
-        if reason is None:
-            if len(self.accepted) >= MAX_KINDS:
-                self.accepted.clear()
-            self.accepted.add(key)
-            log_once(f"{self.path}: cuLA runs this")
-        else:
-            log_once(f"{self.path}: FLA runs this: {reason}")
-        return reason
-
-    def _planned(self, call: Mapping[str, Any]) -> str | None:
-        """Ask our plan. On a GPU only a kernel of ours is worth more than FLA's; elsewhere our
-        reference is all there is."""
-        q = call["q"]
-        backend = os.environ.get("CULA_BACKEND") or ("cute" if q.is_cuda else "reference")
-        try:
-            plan = self.plan(call, backend)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            return str(error)
-        return "FLA was asked for" if plan.backend == "fla" else None
 
 
 class Takeover:
     """What one package takes over from FLA."""
 
-    def __init__(self, package: str, adapters: Sequence[Adapter]):
+    def __init__(
+        self, package: str, adapters: Sequence[Adapter], further_out: Sequence[Adapter] = ()
+    ):
         """Nothing happens yet.
 
         Args:
             package: the package's name, ``"cula.kda"``.
             adapters: the functions; those that the installed FLA does not have are left out.
+            further_out: those that lead to them, for patches past the dispatch.
         """
         self.package = package
         self.adapters = adapters
-        self.hooked: list[str] = []
+        self.further_out = further_out
+        self.hooked: list[Adapter] = []
         self.without_hook: list[Adapter] = []
+        self._patched: set[str] = set()
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def register(self) -> None:
@@ -129,7 +64,7 @@ class Takeover:
             home = dispatcher_of(function)
             if home is not None:
                 _register(home, self.package, adapter, function)
-                self.hooked.append(adapter.path)
+                self.hooked.append(adapter)
             else:
                 self.without_hook.append(adapter)
 
@@ -147,23 +82,28 @@ class Takeover:
             stacklevel=3,
         )
 
-    def patch(self) -> None:
+    def patch(self, past_dispatch: bool = False) -> None:
         """Put an adapter in the place of each function without a hook, in all of FLA's modules.
 
         A module outside of FLA that has imported such a function by name keeps the original.
+
+        Args:
+            past_dispatch: replace functions that have a hook, and those further out, as well.
         """
-        if self._replaced:
-            return
-        for adapter in self.without_hook:
-            original = _find(adapter.path)
+        wanted = list(self.without_hook)
+        if past_dispatch:
+            wanted += [*self.hooked, *self.further_out]
+        for adapter in wanted:
+            original = None if adapter.path in self._patched else _find(adapter.path)
             if original is None:
                 continue
-            ours = _in_front_of(original, adapter)
+            ours = _in_front_of(original, adapter, adapter not in self.without_hook)
             for module in _fla_modules():
                 for name, value in list(vars(module).items()):
                     if value is original:
                         setattr(module, name, ours)
                         self._replaced.append((module, name, original, ours))
+            self._patched.add(adapter.path)
 
     def undo(self) -> None:
         """Put FLA's functions back where `patch` replaced them (and nobody else has since)."""
@@ -171,22 +111,22 @@ class Takeover:
             if vars(module).get(name) is ours:
                 setattr(module, name, original)
         self._replaced = []
+        self._patched = set()
 
     def report(self) -> dict[str, str]:
         """Say for each function how it is taken over: "hook", "patch" or "no"."""
-        patched = bool(self._replaced)
-        return dict.fromkeys(self.hooked, "hook") | {
-            adapter.path: "patch" if patched else "no" for adapter in self.without_hook
-        }
+        taken = {adapter.path: "hook" for adapter in self.hooked}
+        taken |= {adapter.path: "no" for adapter in self.without_hook}
+        return taken | dict.fromkeys(sorted(self._patched), "patch")
 
 
 class Patch:
     """What ``patch_fla()`` returns. As a context manager it takes the patch back at the end."""
 
-    def __init__(self, takeover: Takeover):
+    def __init__(self, takeover: Takeover, past_dispatch: bool = False):
         """Patch, if that has not been done."""
         self._takeover = takeover
-        takeover.patch()
+        takeover.patch(past_dispatch)
 
     def __enter__(self) -> "Patch":
         """The patch is in place already."""
@@ -199,19 +139,6 @@ class Patch:
     def undo(self) -> None:
         """Put FLA's own functions back."""
         self._takeover.undo()
-
-
-def device_kind(call: Mapping[str, Any], tensors: Sequence[str]) -> tuple[int, bool]:
-    """For a key: the device's index (-1: CPU), and whether autograd would record the call."""
-    recorded = torch.is_grad_enabled() and any(
-        call.get(name) is not None and call[name].requires_grad for name in tensors
-    )
-    return call["q"].get_device(), recorded
-
-
-def dtype_of(x: torch.Tensor | None) -> torch.dtype | None:
-    """For a key: the dtype, or None."""
-    return None if x is None else x.dtype
 
 
 def _find(path: str) -> Callable[..., Any] | None:
@@ -237,22 +164,51 @@ def _call_of(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dic
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two calls have the very same arguments, in one order; no value is compared."""
+    return len(a) == len(b) and all(map(is_, a.values(), b.values()))
+
+
 def _register(home_name: str, package: str, adapter: Adapter, function: Callable[..., Any]) -> None:
-    names = _positional(function)
+    names, own = _positional(function), adapter.name
+    # What the verifier found, for the run that follows it at once, in the same thread.
+    handed = threading.local()
 
     def verifier(_, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
-        reason = adapter.refusal(_call_of(names, args, kwargs) if args else kwargs)
-        return reason is None, reason
+        judged = adapter.judge(_call_of(names, args, kwargs) if args else kwargs)
+        if isinstance(judged, str):
+            return False, judged
+        handed.over = judged
+        return True, None
+
+    def verify(_, function_name: str, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
+        """As FLA's own, which looks for the verifier by its name and passes everything on."""
+        if function_name != own:
+            return True, None  # and FLA finds that there is nothing to run
+        try:
+            judged = adapter.judge(_call_of(names, args, kwargs) if args else kwargs)
+        except Exception as error:
+            return False, str(error)
+        if isinstance(judged, str):
+            return False, judged
+        handed.over = judged
+        return True, None
 
     def run(_, *args: Any, **kwargs: Any) -> Any:
-        return adapter.run(_call_of(names, args, kwargs) if args else kwargs)
+        call = _call_of(names, args, kwargs) if args else kwargs
+        accepted = getattr(handed, "over", None)
+        handed.over = None  # it holds tensors, and is of one call alone
+        if accepted is None or not _same(accepted[0], call):
+            return adapter.run(call)
+        return adapter.serve(accepted)
 
     members = {
         # One of a kind in a registry: two packages may be in the same one.
         "backend_type": package.replace(".", "_"),
         "priority": PRIORITY,
-        adapter.name: run,
-        f"{adapter.name}_verifier": verifier,
+        "verify": verify,
+        own: run,
+        f"{own}_verifier": verifier,
     }
     home = importlib.import_module(home_name)
     if not hasattr(home, "register"):
@@ -273,14 +229,20 @@ def _register_before_0_6(home: Any, adapter: Adapter, members: dict[str, Any]) -
     (registry or home.BackendRegistry(adapter.operation)).register(backend())
 
 
-def _in_front_of(original: Callable[..., Any], adapter: Adapter) -> Callable[..., Any]:
-    names = _positional(original)
+def _in_front_of(
+    original: Callable[..., Any], adapter: Adapter, hook_behind: bool
+) -> Callable[..., Any]:
+    names, fixed = _positional(original), adapter.fixed
 
     @functools.wraps(original)
     def ours(*args: Any, **kwargs: Any) -> Any:
-        call = _call_of(names, args, kwargs)
-        if adapter.refusal(call) is None:
-            return adapter.run(call)
+        call = _call_of(names, args, kwargs) if args else kwargs
+        judged = adapter.judge({**call, **fixed} if fixed else call)
+        if not isinstance(judged, str):
+            return adapter.serve(judged)
+        if hook_behind:  # where FLA would ask once more
+            with fla_alone():
+                return original(*args, **kwargs)
         return original(*args, **kwargs)
 
     return torch.compiler.disable(ours)

@@ -18,12 +18,12 @@ STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 def to_v_first(state: torch.Tensor) -> torch.Tensor:
     """View a K-first state [..., K, V] as V-first [..., V, K]; no copy."""
-    return state.transpose(-1, -2)
+    return state.mT
 
 
 def to_k_first(state: torch.Tensor) -> torch.Tensor:
     """View a V-first state [..., V, K] as K-first [..., K, V]; no copy."""
-    return state.transpose(-1, -2)
+    return state.mT
 
 
 def state_shape(
@@ -31,6 +31,38 @@ def state_shape(
 ) -> tuple[int, int, int, int]:
     """Return the shape of a state pool in the given layout."""
     return (slots, heads, V, K) if v_first else (slots, heads, K, V)
+
+
+def new_output(v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Room for an output of v's shape, dense whatever v's strides are."""
+    if v.dtype != dtype:
+        return v.new_empty(v.shape, dtype=dtype)
+    # On the host a third of torch.empty with a shape, a dtype and a device. Without the format it
+    # would take v's strides, which may be those of a view into a packed projection.
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+def new_states(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    initial: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    v_first: bool,
+) -> torch.Tensor:
+    """Room for the final states of a call, float32, in its layout.
+
+    Args:
+        q, v: ``[B, T, H, K]``, ``[B, T, HV, V]``.
+        initial: its initial states in that layout, if any; of the right shape, or the call is
+            refused elsewhere.
+        cu_seqlens: ``[N + 1]``, or None for N = B.
+        v_first: the layout.
+    """
+    if initial is not None and initial.dtype == torch.float32:
+        return torch.empty_like(initial, memory_format=torch.contiguous_format)
+    N = q.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
+    shape = state_shape(N, v.shape[2], q.shape[3], v.shape[3], v_first)
+    return q.new_empty(shape, dtype=torch.float32)
 
 
 def has_dense_slots(state: torch.Tensor) -> bool:

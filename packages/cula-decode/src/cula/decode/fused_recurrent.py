@@ -9,7 +9,7 @@ from cula.common.checks import (
     require_known_keywords,
     require_tensor,
 )
-from cula.common.layouts import state_shape, to_k_first, to_v_first
+from cula.common.layouts import new_output, state_shape, to_k_first, to_v_first
 from cula.common.reference import KdaForm, KdaInputs, kda_forward
 from cula.decode.call import States
 from cula.decode.plan import plan_kda
@@ -74,7 +74,8 @@ def fused_recurrent_kda(
         TypeError, ValueError: an argument of the wrong kind, shape, dtype, device or value.
         NotImplementedError: the backend insisted on cannot run this.
     """
-    require_known_keywords("fused_recurrent_kda", ignored, IGNORED)
+    if ignored:
+        require_known_keywords("fused_recurrent_kda", ignored, IGNORED)
     if transpose_state_layout is not None:
         require(
             not state_v_first,
@@ -85,10 +86,11 @@ def fused_recurrent_kda(
         state_v_first = transpose_state_layout
     for arg, x in (("q", q), ("v", v)):
         require_tensor(arg, x, shape=[None] * 4, dims="[B, T, heads, channels]")
-    N, T = q.shape[:2]
+    N, T, _, K = q.shape
+    _, _, HV, V = v.shape
     if cu_seqlens is not None:
         N = require_cu_seqlens(cu_seqlens, batch=N, tokens=T, device=q.device)
-    shape = state_shape(N, v.shape[2], q.shape[3], v.shape[3], state_v_first)
+    shape = state_shape(N, HV, K, V, state_v_first)
     if initial_state is not None:
         require_tensor(
             "initial_state",
@@ -98,22 +100,27 @@ def fused_recurrent_kda(
             dtypes=(torch.float32, torch.bfloat16, torch.float16),
             device=q.device,
         )
-        initial_state = initial_state.float()
+        if initial_state.dtype != torch.float32:
+            initial_state = initial_state.float()
         if not state_v_first:
             initial_state = to_v_first(initial_state)
-    form = {
-        "lower_bound": lower_bound,
-        "scale": scale,
-        "use_gate_in_kernel": use_gate_in_kernel,
-        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
-        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
-        "allow_neg_eigval": allow_neg_eigval,
-    }
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    out = new_output(v, v.dtype)
     if needs_grad(q, k, v, g, beta, A_log, dt_bias, initial_state):
         inputs = KdaInputs(q, k, v, g, beta, A_log, dt_bias)
         states = States(initial_state, False, cu_seqlens=cu_seqlens)
-        plan = plan_kda("fused_recurrent_kda", inputs, states, out, **form, backend="reference")
+        plan = plan_kda(
+            "fused_recurrent_kda",
+            inputs,
+            states,
+            out,
+            lower_bound=lower_bound,
+            scale=scale,
+            use_gate_in_kernel=use_gate_in_kernel,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            backend="reference",
+        )
         assert isinstance(plan.form, KdaForm)
         initial = None if initial_state is None else to_k_first(initial_state)
         result = kda_forward(plan.form, inputs, initial, cu_seqlens=cu_seqlens)
@@ -121,7 +128,7 @@ def fused_recurrent_kda(
         return result.o.view(v.shape).to(v.dtype), final if output_final_state else None
     final = None
     if output_final_state:
-        final = torch.empty(shape, dtype=torch.float32, device=q.device)
+        final = q.new_empty(shape, dtype=torch.float32)
     fused_recurrent_kda_op(
         q,
         k,
@@ -134,7 +141,12 @@ def fused_recurrent_kda(
         cu_seqlens,
         out,
         final if final is None or state_v_first else to_v_first(final),
-        *form.values(),
+        lower_bound,
+        scale,
+        use_gate_in_kernel,
+        use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
         backend,
     )
     return out, final

@@ -6,6 +6,7 @@ KDA: Kimi Team, "Kimi Linear" (2025). Lightning: Qin et al., "Lightning Attentio
 import torch
 
 from cula.common.checks import require_tensor
+from cula.common.layouts import new_output
 from cula.decode.run import kda_decode_op, lightning_decode_op
 
 
@@ -167,4 +168,4 @@ def lightning_decode(
 
 def _new_output(v: torch.Tensor) -> torch.Tensor:
     require_tensor("v", v)
-    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    return new_output(v, v.dtype)

@@ -120,7 +120,7 @@ def _kda_decode(
         allow_neg_eigval=allow_neg_eigval,
         backend=backend,
     )
-    _run(plan, key, inputs, states, out)
+    run(plan, key, inputs, states, out)
 
 
 def _lightning_decode(
@@ -188,7 +188,7 @@ def _lightning_decode(
         state, update_state, None, state_indices, num_accepted_tokens, cu_seqlens, token_states
     )
     plan = plan_lightning("lightning_decode", inputs, states, out, scale=scale, backend=backend)
-    _run(plan, key, inputs, states, out)
+    run(plan, key, inputs, states, out)
 
 
 def _fused_recurrent_kda(
@@ -212,6 +212,62 @@ def _fused_recurrent_kda(
     backend: str,
 ) -> None:
     """States are V-first by shape; a K-first one is the transposed view."""
+    if not use_gate_in_kernel:
+        A_log = dt_bias = None
+    try:
+        key = (
+            q.shape,
+            v.shape,
+            beta.shape,
+            q.dtype,
+            g.dtype,
+            beta.dtype,
+            q.get_device(),
+            A_log if A_log is None else A_log.dtype,
+            dt_bias if dt_bias is None else dt_bias.dtype,
+            dt_bias if dt_bias is None else dt_bias.shape,
+            # A state's strides say which layout the kernel has for it, and whether it has one.
+            initial_state if initial_state is None else initial_state.dtype,
+            initial_state if initial_state is None else initial_state.shape,
+            initial_state if initial_state is None else initial_state.stride(),
+            final_state if final_state is None else final_state.shape,
+            final_state if final_state is None else final_state.stride(),
+            cu_seqlens if cu_seqlens is None else cu_seqlens.dtype,
+            cu_seqlens if cu_seqlens is None else cu_seqlens.shape,
+            lower_bound,
+            use_gate_in_kernel,
+            use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel,
+            allow_neg_eigval,
+            backend,
+        )
+        known = _launches.get(key)
+    except AttributeError:  # something is no tensor
+        key = known = None
+    if known is not None:
+        launch, default_scale = known
+        try:
+            launch(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                A_log,
+                dt_bias,
+                initial_state,
+                final_state,
+                None,
+                None,
+                cu_seqlens,
+                None,
+                out,
+                default_scale if scale is None else scale,
+                0.0 if lower_bound is None else lower_bound,
+            )
+            return
+        except (TypeError, ValueError):
+            pass
     inputs = KdaInputs(q, k, v, g, beta, A_log, dt_bias)
     states = States(initial_state, False, final_state, cu_seqlens=cu_seqlens)
     plan = plan_kda(
@@ -227,16 +283,22 @@ def _fused_recurrent_kda(
         allow_neg_eigval=allow_neg_eigval,
         backend=backend,
     )
-    _run(plan, None, inputs, states, out)
+    run(plan, key, inputs, states, out)
 
 
-def _run(
+def kept(key: tuple | None) -> tuple[Callable[..., None], float] | None:
+    """The launch function and the default scale of an earlier call that `run` got with this key."""
+    return None if key is None else _launches.get(key)
+
+
+def run(
     plan: Plan,
     key: tuple | None,
     inputs: KdaInputs | LightningInputs,
     states: States,
     out: torch.Tensor,
 ) -> None:
+    """Runs a planned call. If it is our kernel's and nothing was copied, the launch is kept."""
     if inputs.q.device.type == "meta":  # shapes and dtypes alone: they have been checked
         return
     if plan.backend == "cute" and not plan.empty:

@@ -5,13 +5,21 @@ logged (``logging.getLogger("cula")``, level INFO). FLA 0.5 and 0.6 have a hook 
 there is none, and only `patch_fla` takes the function over.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from cula.common.checks import needs_grad
-from cula.common.fla_backend import Adapter, Patch, Takeover, device_kind, dtype_of
+from cula.common.fla_adapter import Adapter, device_kind, kind_of
+from cula.common.fla_backend import Patch, Takeover
+from cula.common.layouts import new_output, new_states
+from cula.kda import launch
+from cula.kda.kernel_plan import no_kernel
 from cula.kda.op import chunk_kda
 from cula.kda.plan import Plan, plan_chunk
+from cula.kda.reference import KdaInputs
+from cula.kda.run import chunk_key, chunk_pool, with_numbers
 
 __all__ = ["patch_fla", "report", "unpatch_fla"]
 
@@ -49,21 +57,23 @@ KNOWN = frozenset(PLANNED) | {
 }
 
 
-def _key(call: Mapping[str, Any]) -> Hashable:
+def _key(call: Mapping[str, Any]) -> tuple:
     get = call.get
-    q, v, g, beta = call["q"], call["v"], call["g"], call["beta"]
+    q, k, v, g, beta = call["q"], call["k"], call["v"], call["g"], call["beta"]
     return (
-        q.shape[2:],
-        v.shape[2:],
+        q.shape,
+        v.shape,
         q.dtype,
+        k.dtype,
         v.dtype,
         g.dtype,
         beta.dtype,
         device_kind(call, TENSORS),
-        dtype_of(get("initial_state")),
-        dtype_of(get("A_log")),
-        dtype_of(get("dt_bias")),
-        dtype_of(get("cu_seqlens")),
+        kind_of(get("initial_state")),
+        kind_of(get("A_log")),
+        kind_of(get("dt_bias")),
+        kind_of(get("cu_seqlens")),
+        kind_of(get("cu_seqlens_cpu")),
         get("use_qk_l2norm_in_kernel"),
         get("use_gate_in_kernel"),
         get("use_beta_sigmoid_in_kernel"),
@@ -90,12 +100,17 @@ def _plan(call: Mapping[str, Any], backend: str) -> Plan:
     for name in ("cp_context", "use_graph"):
         if call.get(name):
             only_fla = name
-    return plan_chunk(
+    plan = plan_chunk(
         **given,
         only_fla=only_fla,
         differentiable=needs_grad(*(call.get(name) for name in TENSORS)),
         backend=backend,
     )
+    if plan.backend == "cute":  # asked for; what follows, in `_run`, takes what "auto" gives
+        missing = no_kernel("auto", call["q"], plan.dims, {})
+        if missing is not None:
+            raise NotImplementedError(missing)
+    return plan
 
 
 def _run(call: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -104,21 +119,86 @@ def _run(call: Mapping[str, Any]) -> tuple[Any, ...]:
     return chunk_kda(**call)
 
 
-_takeover = Takeover("cula.kda", [Adapter("fla.ops.kda.chunk_kda", "kda", _key, _plan, _run)])
+def _v_first(call: Mapping[str, Any]) -> bool:
+    return bool(call.get("state_v_first") or call.get("transpose_state_layout"))
+
+
+def _inputs(call: Mapping[str, Any]) -> KdaInputs:
+    gated = call.get("use_gate_in_kernel")
+    return KdaInputs(
+        call["q"],
+        call["k"],
+        call["v"],
+        call["g"],
+        call["beta"],
+        call.get("A_log") if gated else None,
+        call.get("dt_bias") if gated else None,
+    )
+
+
+def _kept(call: Mapping[str, Any], result: tuple) -> Callable[..., None] | None:
+    get = call.get
+    if len(result) != 2:
+        return None
+    form = (
+        get("lower_bound"),
+        get("use_gate_in_kernel", False),
+        get("use_qk_l2norm_in_kernel", False),
+        get("use_beta_sigmoid_in_kernel", False),
+        get("allow_neg_eigval", False),
+        get("safe_gate", False),
+    )
+    return launch.kept(
+        chunk_key(
+            _inputs(call),
+            chunk_pool(get("initial_state"), result[1], _v_first(call)),
+            get("cu_seqlens"),
+            get("cu_seqlens_cpu"),
+            form,
+            _v_first(call),
+            get("chunk_size", 64),
+            "auto",
+        )
+    )
+
+
+def _again(
+    call: Mapping[str, Any], known: Callable[..., None]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    get = call.get
+    q, v, initial, scale = call["q"], call["v"], get("initial_state"), get("scale")
+    v_first, cu_seqlens, final = _v_first(call), get("cu_seqlens"), None
+    out = new_output(v, q.dtype)
+    if get("output_final_state"):
+        final = new_states(q, v, initial, cu_seqlens, v_first)
+    pool = chunk_pool(initial, final, v_first)
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    known(with_numbers(_inputs(call)), pool, cu_seqlens, out, factor)
+    return out, final
+
+
+_takeover = Takeover(
+    "cula.kda", [Adapter("fla.ops.kda.chunk_kda", "kda", _key, _plan, _run, _kept, _again)]
+)
 _takeover.register()
 _takeover.warn()
 
 
-def patch_fla() -> Patch:
+def patch_fla(past_dispatch: bool = False) -> Patch:
     """Replace FLA's function where the installed version has no hook for it (0.4.2).
 
     Modules outside of FLA that have imported it by name already keep FLA's. Does nothing where
-    there is a hook.
+    there is a hook, unless asked to.
+
+    Args:
+        past_dispatch: replace the hooked function too.
+            Calls that are ours then pay nothing for FLA's dispatch, several microseconds of the
+            host's each; FLA's other backends are asked only about those that are not.
 
     Returns:
         The patch, in place already: ``with patch_fla(): ...`` takes it back at the end.
     """
-    return Patch(_takeover)
+    return Patch(_takeover, past_dispatch)
 
 
 def unpatch_fla() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cula.common.checks import needs_grad, require, require_tensor
-from cula.common.layouts import state_shape
+from cula.common.layouts import new_output, new_states, state_shape
 from cula.common.ragged import sequences_of
 from cula.kda.reference import KdaInputs
 from cula.kda.run import chunk_by_fallback, chunk_op, prefill_op
@@ -88,7 +88,7 @@ def kda_prefill(
     if out is None:
         require_tensor("q", q)
         require_tensor("v", v)
-        out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+        out = new_output(v, q.dtype)
     prefill_op(
         q,
         k,
@@ -172,7 +172,8 @@ def chunk_kda(
             of chunks has to be read back, which waits for the GPU and breaks a compiled graph.
         state_v_first: states are ``[.., V, K]``. ``transpose_state_layout`` is its deprecated name.
         cu_seqlens: ``[N + 1]``, int32 or int64: sequences packed into B = 1; may be empty ones.
-        cu_seqlens_cpu: the same numbers on the CPU; saves FLA a wait.
+        cu_seqlens_cpu: the same numbers on the CPU; saves FLA a wait. Our kernels do not need it;
+            where they run, its values are looked at when a kind of call is first seen.
         cp_context: FLA's context-parallel context; without initial and final state.
         use_graph, max_num_seqs: FLA's capture mode: ``cu_seqlens`` is padded by empty sequences to
             ``max_num_seqs + 1`` entries.
@@ -258,14 +259,12 @@ def chunk_kda(
         )
         return results if return_intermediate_states else results[:2]
 
-    B, T, HV, K, V = *q.shape[:2], v.shape[2], q.shape[3], v.shape[3]
-    out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    out = new_output(v, q.dtype)
     final_state = h = None
     if output_final_state:
-        N = B if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
-        shape = state_shape(N, HV, K, V, state_v_first)
-        final_state = torch.empty(shape, dtype=torch.float32, device=q.device)
+        final_state = new_states(q, v, initial_state, cu_seqlens, state_v_first)
     if return_intermediate_states:
+        B, T, HV, K, V = *q.shape[:2], v.shape[2], q.shape[3], v.shape[3]
         lengths = sequences_of(B, T, cu_seqlens, cu_seqlens_cpu).lengths
         chunks = sum(-(-length // chunk_size) for length in lengths) // max(B, 1)
         shape = (B, *state_shape(chunks, HV, K, V, state_v_first))

@@ -75,7 +75,7 @@ def _prefill(
         launch.run(
             plan.kernels,
             key,
-            inputs,
+            with_numbers(inputs),
             pool,
             cu_seqlens,
             out,
@@ -110,20 +110,57 @@ def _key(
     options: tuple,
 ) -> tuple | None:
     """What selects the kernels of a call; None where an argument is no tensor of its rank."""
+    q, k, v, g, beta, A_log, dt_bias = inputs
     try:
-        vectors = (inputs.A_log, inputs.dt_bias, pool.state_indices, pool.mask, cu_seqlens)
-        states = (pool.initial, pool.final, pool.checkpoints)
         return (
             call,
-            inputs.q.shape,
-            inputs.v.shape,
-            *((x.dtype, x.get_device()) for x in inputs[:5]),
-            *(None if x is None else (x.shape, x.dtype) for x in vectors),
-            *(None if x is None else (x.shape, x.dtype, x.stride(3)) for x in states),
-            *options,
+            q.shape,
+            v.shape,
+            q.dtype,
+            k.dtype,
+            v.dtype,
+            g.dtype,
+            beta.dtype,
+            q.get_device(),
+            k.get_device(),
+            v.get_device(),
+            g.get_device(),
+            beta.get_device(),
+            _kind(A_log),
+            _kind(dt_bias),
+            _kind(pool.state_indices),
+            _kind(pool.mask),
+            _kind(cu_seqlens),
+            _states_kind(pool.initial),
+            _states_kind(pool.final),
+            _states_kind(pool.checkpoints),
+            options,
         )
     except (AttributeError, IndexError):
         return None
+
+
+def _kind(x: torch.Tensor | None) -> tuple | None:
+    return None if x is None else (x.shape, x.dtype)
+
+
+def _states_kind(x: torch.Tensor | None) -> tuple | None:
+    return None if x is None else (x.shape, x.dtype, x.stride(3))
+
+
+def with_numbers(inputs: KdaInputs) -> KdaInputs:
+    """The inputs with the gate's parameters as the kernels take them: float32, in one dimension.
+
+    A model in bfloat16 has them in bfloat16: converted here, its calls need no plan each.
+    """
+    A_log, dt_bias = inputs.A_log, inputs.dt_bias
+    if _ready(A_log) and _ready(dt_bias):
+        return inputs
+    return KdaInputs(*inputs[:5], *(x if _ready(x) else x.float().flatten() for x in inputs[5:]))
+
+
+def _ready(x: torch.Tensor | None) -> bool:
+    return x is None or (x.dtype == torch.float32 and x.dim() == 1)
 
 
 def _again(
@@ -138,14 +175,49 @@ def _again(
     known = launch.kept(key)
     if known is None:
         return False
+    factor = inputs.q.shape[3] ** -0.5 if scale is None else scale
     try:
-        known(inputs, pool, cu_seqlens, out, inputs.q.shape[3] ** -0.5 if scale is None else scale)
+        known(with_numbers(inputs), pool, cu_seqlens, out, factor)
     except (TypeError, ValueError):  # what a compiled function refuses is planned anew
         return False
     return True
 
 
 prefill_op = register_op("kda_prefill", _prefill, mutates=("state", "checkpoints", "out"))
+
+
+def chunk_pool(
+    initial_state: torch.Tensor | None, final_state: torch.Tensor | None, state_v_first: bool
+) -> launch.Pool:
+    """The states of `chunk_kda`, V-first by shape."""
+    if not state_v_first:
+        initial_state = initial_state if initial_state is None else initial_state.mT
+        final_state = final_state if final_state is None else final_state.mT
+    return launch.Pool(initial_state, final_state)
+
+
+def chunk_key(
+    inputs: KdaInputs,
+    pool: launch.Pool,
+    cu_seqlens: torch.Tensor | None,
+    cu_seqlens_cpu: torch.Tensor | None,
+    form: tuple,
+    state_v_first: bool,
+    chunk_size: int,
+    backend: str,
+) -> tuple | None:
+    """What selects the launch of `chunk_kda`.
+
+    Args:
+        form: (lower_bound, use_gate_in_kernel, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+            allow_neg_eigval, safe_gate).
+    """
+    try:
+        host = _kind(cu_seqlens_cpu)
+    except AttributeError:  # no tensor
+        return None
+    options = (*form, host, state_v_first, chunk_size, backend)
+    return _key("chunk_kda", inputs, pool, cu_seqlens, options)
 
 
 def _chunk(
@@ -174,15 +246,13 @@ def _chunk(
     h: torch.Tensor | None,
 ) -> None:
     inputs = KdaInputs(q, k, v, g, beta, A_log, dt_bias)
-    states = (initial_state, final_state)  # V-first by shape
-    if not state_v_first:
-        states = tuple(x if x is None else x.mT for x in states)
-    pool, key = launch.Pool(*states), None
-    if cu_seqlens_cpu is None and h is None:
+    pool, key = chunk_pool(initial_state, final_state, state_v_first), None
+    if h is None:
         form = (lower_bound, use_gate_in_kernel, use_qk_l2norm_in_kernel)
         form = (*form, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate)
-        options = (*form, state_v_first, chunk_size, backend)
-        key = _key("chunk_kda", inputs, pool, cu_seqlens, options)
+        key = chunk_key(
+            inputs, pool, cu_seqlens, cu_seqlens_cpu, form, state_v_first, chunk_size, backend
+        )
         if _again(key, inputs, pool, cu_seqlens, out, scale):
             return
     plan = plan_chunk(
@@ -213,7 +283,7 @@ def _chunk(
         launch.run(
             plan.kernels,
             key,
-            inputs,
+            with_numbers(inputs),
             pool,
             cu_seqlens,
             out,

@@ -7,36 +7,38 @@ every call with ``g_gamma`` that our plan has a kernel for is ours (retention la
 decay too); the others stay FLA's, with the reason logged (``logging.getLogger("cula")``, INFO).
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from cula.common.checks import needs_grad, require, require_tensor
-from cula.common.fla_backend import Adapter, Patch, Takeover, device_kind, dtype_of
-from cula.common.layouts import state_shape
+from cula.common.fla_adapter import Adapter, device_kind, kind_of
+from cula.common.fla_backend import Patch, Takeover
+from cula.common.layouts import new_output, new_states
+from cula.lightning import launch
 from cula.lightning.call import Plan
 from cula.lightning.plan import plan_chunk
 from cula.lightning.reference import LightningInputs
-from cula.lightning.run import chunk_by_fallback, chunk_op
+from cula.lightning.run import chunk_by_fallback, chunk_key, chunk_op
 
 __all__ = ["patch_fla", "report", "unpatch_fla"]
 
 TENSORS = ("q", "k", "v", "g_gamma", "initial_state")
 
 
-def _key(call: Mapping[str, Any]) -> Hashable:
+def _key(call: Mapping[str, Any]) -> tuple:
     get = call.get
-    q, v = call["q"], call["v"]
+    q = call["q"]
     return (
-        q.shape[2:],
-        v.shape[2:],
+        q.shape,
+        call["v"].shape,
         q.dtype,
-        v.dtype,
         device_kind(call, TENSORS),
-        dtype_of(get("initial_state")),
-        dtype_of(get("g_gamma")),
-        dtype_of(get("cu_seqlens")),
+        kind_of(get("initial_state")),
+        kind_of(get("g_gamma")),
+        kind_of(get("cu_seqlens")),
+        kind_of(get("cu_seqlens_cpu")),
         get("g") is None,
         get("output_final_state"),
         get("state_v_first"),
@@ -100,12 +102,7 @@ def _run(call: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
             chunk_size=get("chunk_size") or 64,
             backend="auto",
         )
-    out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
-    final_state = None
-    if get("output_final_state"):
-        N = q.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
-        shape = state_shape(N, v.shape[2], q.shape[3], v.shape[3], _v_first(call))
-        final_state = torch.empty(shape, dtype=torch.float32, device=q.device)
+    out, final_state = _new_results(call)
     chunk_op(
         q,
         k,
@@ -124,9 +121,62 @@ def _run(call: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
     return out, final_state
 
 
+def _new_results(call: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q, v, get = call["q"], call["v"], call.get
+    out = new_output(v, q.dtype)
+    if not get("output_final_state"):
+        return out, None
+    return out, new_states(q, v, get("initial_state"), get("cu_seqlens"), _v_first(call))
+
+
+def _kept(call: Mapping[str, Any], result: tuple) -> Callable[..., None] | None:
+    return launch.kept(
+        chunk_key(
+            call["q"],
+            call["v"],
+            call.get("initial_state"),
+            result[1],
+            call.get("cu_seqlens"),
+            call.get("cu_seqlens_cpu"),
+            _v_first(call),
+            call.get("chunk_size") or 64,
+            "auto",
+        )
+    )
+
+
+def _again(
+    call: Mapping[str, Any], known: Callable[..., None]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    get = call.get
+    q, scale, initial = call["q"], get("scale"), get("initial_state")
+    out, final_state = _new_results(call)
+    states = (initial, final_state)
+    if not _v_first(call):
+        states = tuple(x if x is None else x.mT for x in states)
+    known(
+        q,
+        call["k"],
+        call["v"],
+        call["g_gamma"],
+        *states,
+        None,
+        None,
+        None,
+        get("cu_seqlens"),
+        out,
+        q.shape[3] ** -0.5 if scale is None else scale,
+    )
+    return out, final_state
+
+
 _takeover = Takeover(
     "cula.lightning",
-    [Adapter("fla.ops.simple_gla.chunk_simple_gla", "simple_gla", _key, _plan, _run)],
+    [
+        Adapter(
+            "fla.ops.simple_gla.chunk_simple_gla", "simple_gla", _key, _plan, _run, _kept, _again
+        )
+    ],
 )
 _takeover.register()
 

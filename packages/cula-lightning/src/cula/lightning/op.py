@@ -7,7 +7,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cula.common.checks import needs_grad, require, require_tensor
-from cula.common.layouts import state_shape
+from cula.common.layouts import new_output, new_states
 from cula.common.recurrence import lightning_log_decay
 from cula.lightning.reference import LightningInputs
 from cula.lightning.run import chunk_by_fallback, chunk_op, prefill_op
@@ -81,7 +81,7 @@ def lightning_prefill(
     if out is None:
         require_tensor("q", q)
         require_tensor("v", v)
-        out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+        out = new_output(v, q.dtype)
     prefill_op(
         q,
         k,
@@ -153,7 +153,7 @@ def chunk_lightning_attn(
         if x is not None:
             require_tensor(arg, x)
     require(not head_first, "head_first", head_first, "must be False: inputs are [B, T, H, ...]")
-    B, HV, K, V = q.shape[0], v.shape[2], q.shape[3], v.shape[3]
+    HV = v.shape[2]
     if needs_grad(q, k, v, initial_state):
         return chunk_by_fallback(
             LightningInputs(q, k, v, lightning_log_decay(HV, layer_idx, num_layers, q.device)),
@@ -168,12 +168,10 @@ def chunk_lightning_attn(
         )
 
     g_gamma = _log_decay(HV, layer_idx, num_layers, q.device)
-    out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    out = new_output(v, q.dtype)
     final_state = None
     if output_final_state:
-        N = B if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
-        shape = state_shape(N, HV, K, V, state_v_first)
-        final_state = torch.empty(shape, dtype=torch.float32, device=q.device)
+        final_state = new_states(q, v, initial_state, cu_seqlens, state_v_first)
     chunk_op(
         q,
         k,

@@ -133,6 +133,36 @@ def _kind(x: torch.Tensor | None) -> tuple | None:
 prefill_op = register_op("lightning_prefill", _prefill, mutates=("state", "checkpoints", "out"))
 
 
+def chunk_key(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    final_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    cu_seqlens_cpu: torch.Tensor | None,
+    state_v_first: bool,
+    chunk_size: int,
+    backend: str,
+) -> tuple | None:
+    """What selects the launch of `chunk_lightning_attn`; None where an argument is no tensor."""
+    try:
+        return (
+            q.shape,
+            v.shape,
+            q.dtype,
+            q.get_device(),
+            _kind(initial_state),
+            final_state is None,
+            _kind(cu_seqlens),
+            _kind(cu_seqlens_cpu),
+            state_v_first,
+            chunk_size,
+            backend,
+        )
+    except AttributeError:
+        return None
+
+
 def _chunk(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -151,28 +181,25 @@ def _chunk(
     states = (initial_state, final_state)  # V-first by shape
     if not state_v_first:
         states = tuple(x if x is None else x.mT for x in states)
-    key = None
-    if cu_seqlens_cpu is None:
-        key = (
-            q.shape,
-            v.shape,
-            q.dtype,
-            q.get_device(),
-            initial_state if initial_state is None else (initial_state.shape, initial_state.dtype),
-            final_state is None,
-            _kind(cu_seqlens),
-            state_v_first,
-            chunk_size,
-            backend,
-        )
-        known = launch.kept(key)
-        if known is not None:
-            try:
-                factor = q.shape[3] ** -0.5 if scale is None else scale
-                known(q, k, v, g_gamma, *states, None, None, None, cu_seqlens, out, factor)
-                return
-            except (TypeError, ValueError):  # what the compiled function refuses is planned anew
-                pass
+    key = chunk_key(
+        q,
+        v,
+        initial_state,
+        final_state,
+        cu_seqlens,
+        cu_seqlens_cpu,
+        state_v_first,
+        chunk_size,
+        backend,
+    )
+    known = launch.kept(key)
+    if known is not None:
+        try:
+            factor = q.shape[3] ** -0.5 if scale is None else scale
+            known(q, k, v, g_gamma, *states, None, None, None, cu_seqlens, out, factor)
+            return
+        except (TypeError, ValueError):  # what the compiled function refuses is planned anew
+            pass
     plan = plan_chunk(
         q,
         k,
