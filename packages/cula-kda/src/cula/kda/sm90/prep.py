@@ -29,12 +29,13 @@ from cula.common.cute import math
 from cula.common.cute.smem import SmemAllocator
 from cula.common.varlen.device import ceil_div, read_chunk, where
 from cula.kda.sm90 import ptx
-from cula.kda.sm90.config import CHUNK, PREP_BLOCKS_PER_SM, Record
+from cula.kda.sm90.config import BLOCK, CHUNK, PREP_BLOCKS_PER_SM, Record
 from cula.kda.sm90.layouts import rows_layout
 from cula.kda.sm90.prep_block import (
     BETWEEN,
     LEVELS,
     NORMS,
+    PIECE,
     ROWS,
     TRIANGLE,
     BlockWarp,
@@ -153,11 +154,11 @@ class KdaPrep:
             return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
 
         def loaded(t, dtype):
-            """TMA atom and tensor, and the tile's layout."""
-            layout = rows_layout(CHUNK, c.K, 1, dtype)
+            """TMA atom and tensor, and the layout, of 16 rows of a piece."""
+            layout = rows_layout(BLOCK, 64, 1, dtype)
             one = cute.slice_(layout, (None, None, 0))
             load = cpasync.CopyBulkTensorTileG2SOp()
-            return (*cpasync.make_tiled_tma_atom(load, rows(t), one, (CHUNK, c.K)), layout)
+            return (*cpasync.make_tiled_tma_atom(load, rows(t), one, (BLOCK, 64)), one)
 
         divisor = cute.FastDivmodDivisorV2
         aQ, tQ, lX = loaded(mQ, self.io)
@@ -168,7 +169,8 @@ class KdaPrep:
 
         @cute.struct
         class Shared:
-            full: cute.struct.MemRange[Int64, 1]
+            full: cute.struct.MemRange[Int64, 4]  # a warp's k and q have come
+            gates: cute.struct.MemRange[Int64, 4]
             norms: cute.struct.Align[cute.struct.MemRange[Int32, NORMS], 16]  # of four warps
             totals: cute.struct.Align[cute.struct.MemRange[Float32, 4 * c.K], 16]
             between: cute.struct.Align[cute.struct.MemRange[Float16, 8 * c.K], 16]
@@ -222,10 +224,11 @@ class KdaPrep:
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = SmemAllocator().allocate(self.Shared)
-        full = storage.full.data_ptr()
         if warp == 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(full, 1)
+                for i in cutlass.range_constexpr(4):
+                    cute.arch.mbarrier_init(storage.full.data_ptr() + i, 1)
+                    cute.arch.mbarrier_init(storage.gates.data_ptr() + i, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -246,16 +249,14 @@ class KdaPrep:
             count=count,
         )
         block, blocks = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
-        if warp == 0:
-            self.load(inputs, storage, full, block)
+        self.load_keys(inputs, storage, warp, block)
+        self.load_gates(inputs, storage, warp, block)
         for i in cutlass.range(ceil_div(count - block, blocks), unroll=1):
             index = block + i * blocks
             place = self.place_of(inputs, index)
             if place.there:
                 record = Int64(mRecords.iterator.toint()) + Int64(index) * Int64(self.record.bytes)
-                self.prepare(
-                    inputs, storage, full, i, index + blocks, place, record, scale, lower_bound
-                )
+                self.prepare(inputs, storage, i, index + blocks, place, record, scale, lower_bound)
 
     def place_of(self, inputs, index: Int32) -> Place:
         """Of the index-th (chunk, head). Heads are fastest: neighbours in memory."""
@@ -273,7 +274,6 @@ class KdaPrep:
         self,
         inputs,
         storage,
-        full: cute.Pointer,
         turn: Int32,
         next_index: Int32,
         place,
@@ -293,16 +293,20 @@ class KdaPrep:
         gates = self.gates(inputs, me, lower_bound, place, warp, lane, valid)
         words = [] if self.gates_by_tma else gates.load(0)
 
-        cute.arch.mbarrier_wait(full, turn & 1)
+        cute.arch.mbarrier_wait(storage.full.data_ptr() + warp, turn & 1)
         if valid < 16:
             for tile in (me.k, me.q):
                 me.fill_past_end(tile, valid, pieces, 0)
-            if cutlass.const_expr(self.gates_by_tma):
-                gates.clear_past_end(pieces)
             cute.arch.sync_warp()
         me.write_norms(scale, pieces)
         me.write_beta(beta)
         cute.arch.sync_warp()
+
+        if cutlass.const_expr(self.gates_by_tma):
+            cute.arch.mbarrier_wait(storage.gates.data_ptr() + warp, turn & 1)
+            if valid < 16:
+                gates.clear_past_end(pieces)
+                cute.arch.sync_warp()
 
         scores = [[Float32(0.0)] * 4 for _ in LEVELS]
         for piece in cutlass.range_constexpr(pieces):
@@ -313,7 +317,7 @@ class KdaPrep:
                 at = place.head * c.K + (64 * piece + 2 * lane)
                 bias = [inputs.mBias[at], inputs.mBias[at + 1]]
             decays, total = decay_products(gates.factors(words, bias))
-            ptx.store_shared(me.totals + warp * (4 * c.K) + lane * 8, 256 * piece, total, "f")
+            me.write_totals(piece, total)
             kb, q = me.normalised(piece)
             kf = [ptx.multiply_halves(x, d) for x, d in zip(kb, decays[1], strict=True)]
             qf = [ptx.multiply_halves(x, d) for x, d in zip(q, decays[1], strict=True)]
@@ -341,8 +345,10 @@ class KdaPrep:
                 ptx.store_global(target, 16 * half, sums)
 
         kf, qf = me.fragments(me.k, pieces), me.fragments(me.q, pieces)
+        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        aqk = me.q  # the warp's rows of q are free
+        self.load_keys(inputs, storage, warp, next_index)  # the warp's rows of k and q are free
+        aqk = me.column
         for i in cutlass.range_constexpr(4):
             ptx.store_shared(aqk + lane * 16, 512 * i, [0] * 4)
         cute.arch.sync_warp()
@@ -360,41 +366,53 @@ class KdaPrep:
         invert_diagonal(me)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
-        if warp == 0:
-            self.load(inputs, storage, full, next_index)
+        self.load_gates(inputs, storage, warp, next_index)
         write_column(me, record + Int64(self.record.t))
 
     @cute.jit
-    def load(self, inputs, storage, full: cute.Pointer, index: Int32):
-        """Starts the loads of the index-th (chunk, head), by one warp, if there is one."""
+    def load_keys(self, inputs, storage, warp: Int32, index: Int32):
+        """Starts the loads of the warp's k and q of the index-th (chunk, head), if there is one."""
         if index < inputs.count:
             place = self.place_of(inputs, index)
             if place.there:
-                loads = (2 + self.gates_by_tma) * self.record.rows
+                full = storage.full.data_ptr() + warp
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, loads)
-                key_head, _ = divmod(place.head, inputs.group)
-                self.load_tile(inputs.k, storage.k, full, place, key_head)
-                self.load_tile(inputs.q, storage.q, full, place, key_head)
-                if cutlass.const_expr(self.gates_by_tma):
-                    self.load_tile(inputs.g, storage.back, full, place, place.head)
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * self.pieces * ROWS)
+                key_head = Int32(divmod(place.head, inputs.group)[0])
+                self.load_rows(inputs.k, storage.k, full, warp, place, key_head)
+                self.load_rows(inputs.q, storage.q, full, warp, place, key_head)
 
-    def load_tile(self, source: tuple, tile, full: cute.Pointer, place, head: Int32) -> None:
+    @cute.jit
+    def load_gates(self, inputs, storage, warp: Int32, index: Int32):
+        """The same for gates of 16 bits: where the whole block has used up `back`."""
+        if cutlass.const_expr(self.gates_by_tma):
+            if index < inputs.count:
+                place = self.place_of(inputs, index)
+                if place.there:
+                    full = storage.gates.data_ptr() + warp
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, self.pieces * ROWS)
+                    self.load_rows(inputs.g, storage.back, full, warp, place, place.head)
+
+    def load_rows(self, source: tuple, tile, full, warp: Int32, place, head: Int32) -> None:
         """Past the tensor's end TMA fills in zeros."""
         atom, tensor, layout, dtype = source
-        rows = cute.domain_offset((place.first, 0), tensor[None, None, head, place.b])
-        chunk = cute.local_tile(rows, (CHUNK, self.config.K), (0, 0))
-        shared = cute.make_tensor(
-            cute.recast_ptr(tile.data_ptr(), layout.inner, dtype=dtype), layout.outer
+        rows = cute.domain_offset(
+            (place.first + BLOCK * warp, 0), tensor[None, None, head, place.b]
         )
-        sX, gX = cpasync.tma_partition(
-            atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(shared, 0, 2),
-            cute.group_modes(chunk, 0, 2),
-        )
-        cute.copy(atom, gX, sX[(None, 0)], tma_bar_ptr=full)
+        for piece in range(self.pieces):
+            start = tile.data_ptr() + (piece * PIECE + warp * ROWS) // 2
+            shared = cute.make_tensor(
+                cute.recast_ptr(start, layout.inner, dtype=dtype), layout.outer
+            )
+            sX, gX = cpasync.tma_partition(
+                atom,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(shared, 0, 2),
+                cute.group_modes(cute.local_tile(rows, (BLOCK, 64), (0, piece)), 0, 2),
+            )
+            cute.copy(atom, gX, sX, tma_bar_ptr=full)
 
     # ------------------------------------------------------------------ pieces
     def warp_of(self, storage, warp: Int32, lane: Int32) -> BlockWarp:

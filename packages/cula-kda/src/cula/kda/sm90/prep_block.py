@@ -203,20 +203,32 @@ class BlockWarp:
     def steps(self) -> range:
         return range(BLOCK * self.config.K // 256)
 
+    def write_totals(self, piece: int, total: list) -> None:
+        """The lane's two channels.
+
+        Units of 16 bytes lie in the order unit ^ (unit / 8 % 2): neighbouring lanes, who read every
+        other unit, then find them in different banks.
+        """
+        place = (
+            self.totals + self.warp * (4 * self.config.K) + (self.lane * 8 ^ (self.lane >> 4 << 4))
+        )
+        ptx.store_shared(place, 256 * piece, total, "f")
+
     def read_totals(self) -> tuple[list, list, list]:
         """Of the lane's 8 channels: the decays of the blocks before and of those after, as halves,
         and of all.
 
         Writes the factors between blocks, too.
         """
-        channel = self.lane % (self.config.K // 8) * 8
-        place = self.totals + channel * 4
+        unit = self.lane % (self.config.K // 8)
+        channel = unit * 8
+        place = self.totals + (channel * 4 + (unit >> 2 & 1) * 16)
+        other = self.totals + (channel * 4 + (unit >> 2 & 1 ^ 1) * 16)
         one = [Float32(1.0)] * 8
         before, after, total, between = one, one, one, [one, one]
         for block in range(4):
-            d = []
-            for half in range(2):
-                d += ptx.load_shared(place, block * 4 * self.config.K + 16 * half, 4, "f")
+            row = block * 4 * self.config.K
+            d = [*ptx.load_shared(place, row, 4, "f"), *ptx.load_shared(other, row, 4, "f")]
             earlier, later = (block < self.warp), (block > self.warp)
             total = _products(total, d)
             if block < 3:

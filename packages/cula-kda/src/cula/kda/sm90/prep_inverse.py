@@ -16,7 +16,7 @@ from cula.kda.sm90.config import BLOCK
 from cula.kda.sm90.prep_block import BETWEEN, ROWS, TRIANGLE
 
 INVERSE_ROW = 48  # bytes a row of X: 16 halves, and a skew
-COLUMN_ROW = 32  # bytes a row of a block column of T
+COLUMN_ROW = 32  # bytes a row of a block column of T: two units, in the order unit ^ (row / 4 % 2)
 COLUMN = 4 * BLOCK * COLUMN_ROW  # bytes of one
 
 
@@ -40,15 +40,17 @@ def invert_diagonal(warp) -> None:
     factor = math.select(first, 1.0, beta)
     place = where(first, triangle, column + warp.warp * (BLOCK * COLUMN_ROW)) + c * 2
     pitch = where(first, INVERSE_ROW, COLUMN_ROW)
+    swap = where(first, 0, 16 - (c >> 3 << 5))  # to the other unit
     for row in range(BLOCK):
-        ptx.store_shared_half(place + pitch * row, 0, x[row] * factor)
+        here = place + swap if row // 4 % 2 else place
+        ptx.store_shared_half(here + pitch * row, 0, x[row] * factor)
 
 
 def write_column(warp, target: Int64) -> None:
     """Block column `warp` of T into a record's tile; all warps have inverted their blocks."""
     column = warp.column
     row, unit = (warp.lane & 7) + ((warp.lane >> 4) << 3), (warp.lane >> 3) & 1
-    mine = column + row * COLUMN_ROW + unit * 16
+    mine = column + row * COLUMN_ROW + (unit ^ (row >> 2 & 1)) * 16
     minus_a = warp.minus_a + row * BETWEEN + unit * 16
     inverses = warp.triangles + row * INVERSE_ROW + unit * 16
     diagonal = ptx.load_matrices(mine + warp.warp * (BLOCK * COLUMN_ROW), 0, transposed=True)
@@ -74,8 +76,9 @@ def write_column(warp, target: Int64) -> None:
     for i in range(4):
         ptx.store_matrices_transposed(mine, i * BLOCK * COLUMN_ROW, blocks[i])
     cute.arch.sync_warp()
-    unit = (2 * warp.warp + (warp.lane & 1)) ^ ((warp.lane >> 1) & 7)
-    target = target + Int64((warp.lane >> 1) * 128 + unit * 16)
+    row, unit = warp.lane >> 1, (warp.lane & 1) ^ (warp.lane >> 3 & 1)
+    unit = (2 * warp.warp + unit) ^ (row & 7)
+    target = target + Int64(row * 128 + unit * 16)
     for i in range(4):
         words = ptx.load_shared(column + warp.lane * 16, i * BLOCK * COLUMN_ROW, 4)
         ptx.store_global(target, i * ROWS, words)
