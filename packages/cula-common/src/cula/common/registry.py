@@ -77,13 +77,15 @@ def register_op(
         torch._C._are_functorch_transforms_active,
     )
     plain = _PLAIN.issuperset
+    # A symbol or proxy among the numbers never comes without one, or a mode, among the tensors.
+    tensors = 1 + max(i for i, a in enumerate(arguments) if "Tensor" in str(a.type))
 
     def call(*args: Any) -> None:
         if (
             is_dynamo_compiling()
             or modes()
             or transforms()
-            or (not plain(map(type, args)) and any(map(_dispatched, args)))
+            or (not plain(map(type, args[:tensors])) and any(map(_dispatched, args)))
         ):
             op(*args)
         else:

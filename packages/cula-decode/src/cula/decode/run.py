@@ -51,7 +51,6 @@ def _kda_decode(
     try:
         key = (
             q.shape,
-            v.shape,
             state.shape,
             q.dtype,
             g.dtype,
@@ -60,7 +59,7 @@ def _kda_decode(
             q.get_device(),
             A_log if A_log is None else A_log.dtype,
             dt_bias if dt_bias is None else dt_bias.dtype,
-            dt_bias if dt_bias is None else dt_bias.shape,
+            dt_bias if dt_bias is None else dt_bias.numel(),
             state_indices if state_indices is None else state_indices.dtype,
             state_indices if state_indices is None else state_indices.shape,
             cu_seqlens if cu_seqlens is None else cu_seqlens.dtype,
@@ -141,7 +140,6 @@ def _lightning_decode(
     try:
         key = (
             q.shape,
-            v.shape,
             state.shape,
             q.dtype,
             state.dtype,
