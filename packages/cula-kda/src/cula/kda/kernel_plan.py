@@ -1,5 +1,6 @@
 """Which kernels run a call, if any: from shapes, strides and dtypes alone."""
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -8,9 +9,17 @@ import torch
 from cula.common.arch import arch_of, missing_compiler
 from cula.common.dims import Dims
 from cula.common.layouts import has_dense_slots, to_k_first
-from cula.common.varlen import FixedPlan, VarlenPlan
+from cula.common.varlen import FixedPlan, VarlenPlan, choose_segment_chunks
 from cula.kda.reference import KdaForm
-from cula.kda.sm90.config import CHUNK, PrepConfig, Record, ScanConfig, States
+from cula.kda.sm90.config import (
+    CHUNK,
+    PART,
+    CombineConfig,
+    PrepConfig,
+    Record,
+    ScanConfig,
+    States,
+)
 
 KERNEL_ARCH = "sm_90a"
 KERNEL_DIMS = (64, 128)
@@ -28,30 +37,87 @@ NAMES = {
 }
 
 
+MIN_SEGMENT = 4
+"""Chunks of the shortest segment that is cut unasked."""
+
+LEAST_GAIN = 0.15
+"""Of the predicted time, for sequences to be cut unasked."""
+
+# What `suitable_segment` reckons with, in microseconds of an H200; DESIGN.md, Segments.
+CHUNK_TIME = 1.0  # of the scan
+FIRST_CHUNK_TIME = 0.9  # of the first pass, 128 channels
+COMBINE_TIME = 1.0  # a segment
+PASS_TIME = 3.0  # between one kernel and the next, and the states that it loads and stores
+L2_BYTES = 5.5e6  # a microsecond, of all SMs
+
+
 @dataclass(frozen=True)
 class KernelPlan:
-    """What the two kernels are compiled for, and the sizes of their launches.
+    """What a call's kernels are compiled for, and the sizes of their launches.
 
-    schedule: of packed sequences; None for a batch of equal lengths.
+    shape: bounds of chunks, segments and units, from shapes alone.
     """
 
     prep: PrepConfig
     scan: ScanConfig
-    heads: int
-    chunks: int
-    units: int
-    schedule: VarlenPlan | None
+    shape: FixedPlan | VarlenPlan
+
+    @property
+    def schedule(self) -> VarlenPlan | None:
+        """Of packed sequences; None for a batch of equal lengths."""
+        return self.shape if isinstance(self.shape, VarlenPlan) else None
+
+    @property
+    def first(self) -> ScanConfig | None:
+        """The pass before the scan where sequences are cut along time."""
+        return self.scan.first_pass if self.scan.segments else None
+
+    @property
+    def first_units(self) -> int:
+        """Blocks of the first pass. Of equal lengths, the last segments have the last numbers."""
+        segments = self.shape.max_segments
+        if isinstance(self.shape, FixedPlan):
+            segments -= self.shape.batch
+        return segments * self.shape.heads * self.scan.pairs
+
+    @property
+    def combine(self) -> CombineConfig | None:
+        """The pass between the two; a first segment leaves nothing to combine."""
+        if self.first is None or self.combine_args[0] == 2:
+            return None
+        return self.scan.combine
+
+    @property
+    def combine_args(self) -> tuple[int, int]:
+        """Where the combination finds each sequence's segments, and the number of sequences."""
+        if isinstance(self.shape, FixedPlan):
+            return self.shape.segments_each, self.shape.batch
+        return self.shape.segment_starts_at, self.shape.sequences
+
+    @property
+    def configs(self) -> tuple:
+        """Everything to compile but the schedule, in the order of the launches."""
+        every = (self.prep, self.first, self.combine, self.scan)
+        return tuple(config for config in every if config is not None)
 
     @property
     def record_words(self) -> int:
         """Length of the int32 workspace between the kernels."""
-        return self.chunks * self.heads * Record(self.prep.K).bytes // 4
+        return self.shape.max_chunks * self.shape.heads * Record(self.prep.K).bytes // 4
+
+    @property
+    def segment_states(self) -> tuple[int, int, int, int] | None:
+        """Shape of the float32 workspace of segments, if there are any."""
+        if self.scan.segments is None:
+            return None
+        scan = self.scan
+        return self.shape.max_segments, self.shape.heads, scan.V + scan.K, scan.K
 
     @property
     def workspace_bytes(self) -> int:
         """Device memory that a call takes for its own use."""
         words = self.record_words + (self.schedule.workspace_words if self.schedule else 0)
-        return 4 * words
+        return 4 * (words + math.prod(self.segment_states or (0,)))
 
 
 def kernel_plan(
@@ -68,12 +134,20 @@ def kernel_plan(
     mask: bool = False,
     checkpoints: torch.Tensor | None = None,
     varlen: bool,
+    segment_tokens: int | None = None,
+    sms: int,
 ) -> KernelPlan:
     """The kernels of such a call. Looks at shapes, strides and dtypes alone.
 
     Args:
         initial, final, checkpoints: V-first by shape, whatever their layout in memory.
+        segment_tokens: as `kda_prefill` takes it.
+        sms: multiprocessors of the GPU.
     """
+    if segment_tokens is None:
+        segment_chunks = suitable_segment(dims, sequences, varlen, sms)
+    else:
+        segment_chunks = segment_tokens // CHUNK if segment_tokens < dims.T else 0
     prep = PrepConfig(
         K=dims.K,
         io=NAMES[q.dtype],
@@ -95,12 +169,69 @@ def kernel_plan(
         mask=mask,
         checkpoints=_states(checkpoints),
         varlen=varlen,
+        segments="second" if segment_chunks else None,
     )
+    sizes = {"heads": dims.HV, "parts": scan.parts, "segment_chunks": segment_chunks}
     if varlen:
-        schedule = VarlenPlan(sequences, dims.T, CHUNK, dims.HV, scan.parts)
-        return KernelPlan(prep, scan, dims.HV, schedule.max_chunks, schedule.max_units, schedule)
-    fixed = FixedPlan(dims.B, dims.T, CHUNK, dims.HV, scan.parts)
-    return KernelPlan(prep, scan, dims.HV, fixed.max_chunks, fixed.max_units, None)
+        return KernelPlan(prep, scan, VarlenPlan(sequences, dims.T, CHUNK, **sizes))
+    return KernelPlan(prep, scan, FixedPlan(dims.B, dims.T, CHUNK, **sizes))
+
+
+def suitable_segment(dims: Dims, sequences: int, varlen: bool, sms: int) -> int:
+    """Chunks a segment that suit a call; 0: sequences had better stay whole.
+
+    Equal lengths: the least predicted time, if it is less by LEAST_GAIN than that of whole
+    sequences. Packed ones: what suits a single sequence of all the tokens, or a block's fair share
+    of the work if that is more, so that batches of many even sequences are not cut. Neither where
+    states would take more memory than the records do.
+    """
+    chunks = -(-dims.T // CHUNK)
+    batch = 1 if varlen else sequences
+    scan = ScanConfig(dims.K, dims.V, "bf16")
+    least = (1 - LEAST_GAIN) * predicted_time(scan, chunks, chunks, batch, dims.HV, sms)
+    best = 0
+    for segments in range(2, chunks // MIN_SEGMENT + 1):
+        segment = -(-chunks // segments)
+        time = predicted_time(scan, chunks, segment, batch, dims.HV, sms)
+        if time < least:
+            least, best = time, segment
+    if best and varlen:
+        best = choose_segment_chunks(
+            tokens=dims.T,
+            chunk=CHUNK,
+            heads=dims.HV,
+            parts=scan.parts,
+            slots=sms,
+            min_chunks=best,
+        )
+    states = 4 * (dims.K + dims.V) * dims.K * (sequences + batch * (chunks // max(best, 1)))
+    return best if states <= batch * chunks * Record(dims.K).bytes else 0
+
+
+def predicted_time(
+    scan: ScanConfig, chunks: int, segment: int, batch: int, heads: int, sms: int
+) -> float:
+    """Microseconds of all passes after `prep`, where `segment` chunks of `chunks` are walked at once.
+
+    A pass takes as long as its blocks one after the other, or as its bytes from L2.
+    """
+
+    def walk(blocks: int, chunk_time: float, chunk_bytes: int) -> float:
+        in_turn = -(-blocks // sms) * segment * chunk_time
+        return max(in_turn, blocks * segment * chunk_bytes / L2_BYTES)
+
+    record = Record(scan.K)
+    values = 2 * CHUNK * PART
+    segments = -(-chunks // segment)
+    second = walk(batch * segments * heads * scan.parts, CHUNK_TIME, record.bytes + 2 * values)
+    if segments == 1:
+        return second
+    blocks = (segments - 1) * scan.pairs - scan.K // (2 * PART)
+    bytes_ = record.bytes - record.rows - record.square + values
+    first = walk(batch * heads * blocks, FIRST_CHUNK_TIME, bytes_)
+    turns = -(-batch * heads * scan.combine.slices // (2 * sms))
+    combine = turns * (segments - 2) * COMBINE_TIME
+    return first + combine + second + (3 if segments > 2 else 2) * PASS_TIME
 
 
 def _states(x: torch.Tensor | None) -> States | None:
