@@ -9,7 +9,7 @@ import torch
 from cula.common.dims import dims_of
 from cula.common.gates import BetaForm, GateForm, KdaGate
 from cula.common.varlen import schedule_configs
-from cula.kda.kernel_plan import IO_DTYPES, KERNEL_ARCH, KERNEL_DIMS, kernel_plan
+from cula.kda.kernel_plan import IO_DTYPES, KERNEL_ARCH, KERNEL_DIMS, KernelPlan, kernel_plan
 from cula.kda.reference import KdaForm
 from cula.kda.sm90.config import CHUNK, PrepConfig, ScanConfig, States
 
@@ -170,12 +170,12 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
 
 
-def kernel_configs_of(case: Case, sms: int = 132) -> tuple:
-    """What the kernels of a case's call are compiled for, in the order of their launches."""
+def kernel_plan_of(case: Case, sms: int = 132) -> KernelPlan:
+    """The kernels of a case's call, on a GPU of so many multiprocessors."""
     x: dict[str, Any] = make_inputs(case)
     bias = case.bias and case.gate != "given"
     form = KdaForm(KdaGate(case.gate, bias, -5.0), case.beta, case.l2norm, 1.0)
-    kernels = kernel_plan(
+    return kernel_plan(
         x["q"],
         x["g"],
         x["beta"],
@@ -191,7 +191,11 @@ def kernel_configs_of(case: Case, sms: int = 132) -> tuple:
         segment_tokens=case.segment_tokens,
         sms=sms,
     )
-    return kernels.configs
+
+
+def kernel_configs_of(case: Case) -> tuple:
+    """What the kernels of a case's call are compiled for, in the order of their launches."""
+    return kernel_plan_of(case).configs
 
 
 def kernel_configs(which: Literal["common", "all"] = "all", arch: str = KERNEL_ARCH) -> tuple:

@@ -9,11 +9,11 @@ import torch
 from cula.common.arch import arch_of, missing_compiler
 from cula.common.dims import Dims
 from cula.common.layouts import has_dense_slots, to_k_first
-from cula.common.varlen import FixedPlan, VarlenPlan, choose_segment_chunks
+from cula.common.varlen import FixedPlan, VarlenPlan
 from cula.kda.reference import KdaForm
+from cula.kda.segment_plan import suitable_segment
 from cula.kda.sm90.config import (
     CHUNK,
-    PART,
     CombineConfig,
     PrepConfig,
     Record,
@@ -35,20 +35,6 @@ NAMES = {
     torch.int32: "int32",
     torch.int64: "int64",
 }
-
-
-MIN_SEGMENT = 4
-"""Chunks of the shortest segment that is cut unasked."""
-
-LEAST_GAIN = 0.15
-"""Of the predicted time, for sequences to be cut unasked."""
-
-# What `suitable_segment` reckons with, in microseconds of an H200; DESIGN.md, Segments.
-CHUNK_TIME = 1.0  # of the scan
-FIRST_CHUNK_TIME = 0.9  # of the first pass, 128 channels
-COMBINE_TIME = 1.0  # a segment
-PASS_TIME = 3.0  # between one kernel and the next, and the states that it loads and stores
-L2_BYTES = 5.5e6  # a microsecond, of all SMs
 
 
 @dataclass(frozen=True)
@@ -175,63 +161,6 @@ def kernel_plan(
     if varlen:
         return KernelPlan(prep, scan, VarlenPlan(sequences, dims.T, CHUNK, **sizes))
     return KernelPlan(prep, scan, FixedPlan(dims.B, dims.T, CHUNK, **sizes))
-
-
-def suitable_segment(dims: Dims, sequences: int, varlen: bool, sms: int) -> int:
-    """Chunks a segment that suit a call; 0: sequences had better stay whole.
-
-    Equal lengths: the least predicted time, if it is less by LEAST_GAIN than that of whole
-    sequences. Packed ones: what suits a single sequence of all the tokens, or a block's fair share
-    of the work if that is more, so that batches of many even sequences are not cut. Neither where
-    states would take more memory than the records do.
-    """
-    chunks = -(-dims.T // CHUNK)
-    batch = 1 if varlen else sequences
-    scan = ScanConfig(dims.K, dims.V, "bf16")
-    least = (1 - LEAST_GAIN) * predicted_time(scan, chunks, chunks, batch, dims.HV, sms)
-    best = 0
-    for segments in range(2, chunks // MIN_SEGMENT + 1):
-        segment = -(-chunks // segments)
-        time = predicted_time(scan, chunks, segment, batch, dims.HV, sms)
-        if time < least:
-            least, best = time, segment
-    if best and varlen:
-        best = choose_segment_chunks(
-            tokens=dims.T,
-            chunk=CHUNK,
-            heads=dims.HV,
-            parts=scan.parts,
-            slots=sms,
-            min_chunks=best,
-        )
-    states = 4 * (dims.K + dims.V) * dims.K * (sequences + batch * (chunks // max(best, 1)))
-    return best if states <= batch * chunks * Record(dims.K).bytes else 0
-
-
-def predicted_time(
-    scan: ScanConfig, chunks: int, segment: int, batch: int, heads: int, sms: int
-) -> float:
-    """Microseconds of all passes after `prep`, where `segment` chunks of `chunks` are walked at once.
-
-    A pass takes as long as its blocks one after the other, or as its bytes from L2.
-    """
-
-    def walk(blocks: int, chunk_time: float, chunk_bytes: int) -> float:
-        in_turn = -(-blocks // sms) * segment * chunk_time
-        return max(in_turn, blocks * segment * chunk_bytes / L2_BYTES)
-
-    record = Record(scan.K)
-    values = 2 * CHUNK * PART
-    segments = -(-chunks // segment)
-    second = walk(batch * segments * heads * scan.parts, CHUNK_TIME, record.bytes + 2 * values)
-    if segments == 1:
-        return second
-    blocks = (segments - 1) * scan.pairs - scan.K // (2 * PART)
-    bytes_ = record.bytes - record.rows - record.square + values
-    first = walk(batch * heads * blocks, FIRST_CHUNK_TIME, bytes_)
-    turns = -(-batch * heads * scan.combine.slices // (2 * sms))
-    combine = turns * (segments - 2) * COMBINE_TIME
-    return first + combine + second + (3 if segments > 2 else 2) * PASS_TIME
 
 
 def _states(x: torch.Tensor | None) -> States | None:
