@@ -81,7 +81,8 @@ class KdaCombine:
     @cute.kernel
     def kernel(self, mSegments: cute.Tensor, mWork: cute.Tensor | None, segments: Int32):
         storage = SmemAllocator().allocate(self.Shared)
-        # launched before the first pass is complete
+        # launched before the first pass is complete, as the scan is before this
+        cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         n, head, part = unit_coords(
             Int32(cute.arch.block_idx()[0]), mSegments.shape[1], self.config.slices

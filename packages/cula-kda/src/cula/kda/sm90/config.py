@@ -137,6 +137,11 @@ class ScanConfig:
         return self.V // PART
 
     @property
+    def cluster(self) -> int:
+        """Blocks that load each record together; see DESIGN.md, Segments."""
+        return self.parts if self.segments == "second" else 1
+
+    @property
     def pairs(self) -> int:
         """Blocks of the first pass that share a head: each takes 128 of V + K channels."""
         return -(-(self.V + self.K) // (2 * PART))

@@ -68,6 +68,7 @@ class KdaScan:
         self.io = IO[config.io]
         self.record = Record(config.K)
         self.parts = config.parts
+        self.cluster = config.cluster
         self.value_bytes = 2 * CHUNK * PART
         self.record_bytes = sum(size for _, _, size in self.pieces())
         free = SHARED - (self.value_bytes if self.outputs else 0)
@@ -177,6 +178,7 @@ class KdaScan:
         ).launch(
             grid=[units, 1, 1],
             block=[128 + 128 * self.groups, 1, 1],
+            cluster=[self.cluster, 1, 1] if self.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -231,6 +233,8 @@ class KdaScan:
         interval: Int32,
         segment_chunks: Int32,
     ):
+        if cutlass.const_expr(self.config.segments == "first"):
+            cute.arch.griddepcontrol_launch_dependents()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = SmemAllocator().allocate(self.Shared)
         tiles = {"kg": lK, "qg": lK, "kr": lKr, "t": lSquare, "aqk": lSquare, "v": lV, "o": lO}
@@ -239,9 +243,9 @@ class KdaScan:
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(shared.full + s, 1)
-                    cute.arch.mbarrier_init(shared.empty + s, 4 * self.groups)
+                    cute.arch.mbarrier_init(shared.empty + s, 4 * self.groups * self.cluster)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.meet()
         # launched before the records are complete: nothing may be read before this
         cute.arch.griddepcontrol_wait()
 
@@ -260,6 +264,8 @@ class KdaScan:
             cute.arch.setmaxregister_increase(STATE_REGISTERS)
             if self.used(warp >= 4, unit):
                 self.scan(aO, tO, shared, states, unit, mO)
+        if cutlass.const_expr(self.cluster > 1):
+            self.meet()  # the other block may still release stages of both
 
     def unit(self, mO, mWork, segment_chunks):
         """What this block works on."""
@@ -284,6 +290,14 @@ class KdaScan:
         """Whether to work here. Segments are fewer than their bound: unused rows hold -1."""
         return here if self.config.segments is None else here & (unit.n >= 0)
 
+    def meet(self):
+        """All threads of the cluster."""
+        if self.cluster == 1:
+            cute.arch.sync_threads()
+        else:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
     # ------------------------------------------------------------------ loads
     @cute.jit
     def load(
@@ -306,11 +320,20 @@ class KdaScan:
             source = Int64(mRecords.iterator.toint()) + number * Int64(record.bytes)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes(unit))
-                barrier = Int32(full.toint())
-                for name, offset, size in self.pieces():
-                    start = shared.starts[name] + s * size
-                    ptx.copy_to_shared(start, source + Int64(offset), size, barrier)
+                if cutlass.const_expr(self.cluster == 1):
+                    self.copy(self.pieces(), shared, source, s, full)
+                elif unit.part == 0:
+                    self.copy(self.pieces()[::2], shared, source, s, full)
+                else:
+                    self.copy(self.pieces()[1::2], shared, source, s, full)
             self.load_values(aV, gV, sV, unit, i, s, full)
+
+    def copy(self, pieces, shared, source, s, full):
+        """Starts copies of a record's pieces into stage s, of all blocks of the cluster."""
+        for name, offset, size in pieces:
+            start = shared.starts[name] + s * size
+            barrier = Int32(full.toint())
+            ptx.copy_to_shared(start, source + Int64(offset), size, barrier, blocks=self.cluster)
 
     def stage_bytes(self, unit):
         """What arrives in a stage."""
@@ -320,6 +343,14 @@ class KdaScan:
     def load_values(self, aV: cute.CopyAtom, gV, sV, unit, i: Int32, s: Int32, full: cute.Pointer):
         """Values of chunk i into stage s."""
         cute.copy(aV, gV[(None, unit.part, i)], sV[(None, s)], tma_bar_ptr=full)
+
+    def release(self, empty):
+        """Tells all that fill this stage, here and in the other block, that a warp is done."""
+        if self.cluster == 1:
+            cute.arch.mbarrier_arrive(empty)
+        else:
+            for block in range(self.cluster):
+                cute.arch.mbarrier_arrive(empty, block)
 
     # ------------------------------------------------------------------ computes
     @cute.jit
@@ -365,7 +396,7 @@ class KdaScan:
             if i > 0:
                 self.store_output(g, thread)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(shared.empty + (i - 1) % stages)
+                    self.release(shared.empty + (i - 1) % stages)
                 if thread < 32:
                     cute.copy(aO, sO[(None, 0)], gO[(None, unit.part, i - 1)])
                     cute.arch.cp_async_bulk_commit_group()

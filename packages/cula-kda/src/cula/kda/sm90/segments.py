@@ -106,7 +106,7 @@ class KdaSegments(KdaScan):
             warpgroup.wait_group(0)
             g.update_state(s)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(shared.empty + s)
+                self.release(shared.empty + s)
         # K or V of 64: a lone channel group has a neighbour without channels
         if part < self.value_parts + self.config.K // PART:
             place = self.segment_state(states, unit, unit.segment, part, thread)
