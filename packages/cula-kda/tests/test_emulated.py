@@ -304,7 +304,7 @@ class Passes:
             self.work = build_schedule(shape, inputs["cu_seqlens"]).workspace
         self.records = torch.full((plan.record_words,), -1, dtype=torch.int32)
         self.segments = None
-        if plan.segment_states:
+        if plan.first:
             self.segments = torch.full(plan.segment_states, torch.nan)
         self.out = torch.full_like(inputs["v"], torch.nan)
 

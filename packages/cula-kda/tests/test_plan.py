@@ -235,12 +235,12 @@ def segment_of(B=1, T=8192, H=8, D=128, N=None) -> int:
     ("shape", "segments"),
     [
         ({"H": 1}, 16),
-        ({"H": 4}, 10),
+        ({"H": 4}, 11),
         ({"H": 8}, 8),
-        ({"H": 16}, 5),
+        ({"H": 16}, 4),
         ({"H": 8, "T": 32768}, 8),
         ({"H": 4, "B": 2}, 8),
-        ({"H": 8, "D": 64}, 13),
+        ({"H": 8, "D": 64}, 10),
     ],
 )
 def test_few_sequences_and_heads_are_cut(shape: dict, segments: int) -> None:

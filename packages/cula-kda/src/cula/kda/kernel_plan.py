@@ -92,18 +92,16 @@ class KernelPlan:
         return self.shape.max_chunks * self.shape.heads * Record(self.prep.K).bytes // 4
 
     @property
-    def segment_states(self) -> tuple[int, int, int, int] | None:
-        """Shape of the float32 workspace of segments, if there are any."""
-        if self.scan.segments is None:
-            return None
-        scan = self.scan
-        return self.shape.max_segments, self.shape.heads, scan.V + scan.K, scan.K
+    def segment_states(self) -> tuple[int, int, int, int]:
+        """Shape of the float32 workspace of segments; empty where sequences stay whole."""
+        scan, places = self.scan, self.shape.max_segments
+        return places if scan.segments else 0, self.shape.heads, scan.V + scan.K, scan.K
 
     @property
     def workspace_bytes(self) -> int:
         """Device memory that a call takes for its own use."""
         words = self.record_words + (self.schedule.workspace_words if self.schedule else 0)
-        return 4 * (words + math.prod(self.segment_states or (0,)))
+        return 4 * (words + math.prod(self.segment_states))
 
 
 def kernel_plan(
@@ -157,10 +155,10 @@ def kernel_plan(
         varlen=varlen,
         segments="second" if segment_chunks else None,
     )
-    sizes = {"heads": dims.HV, "parts": scan.parts, "segment_chunks": segment_chunks}
+    sizes = (CHUNK, dims.HV, scan.parts, segment_chunks)
     if varlen:
-        return KernelPlan(prep, scan, VarlenPlan(sequences, dims.T, CHUNK, **sizes))
-    return KernelPlan(prep, scan, FixedPlan(dims.B, dims.T, CHUNK, **sizes))
+        return KernelPlan(prep, scan, VarlenPlan(sequences, dims.T, *sizes))
+    return KernelPlan(prep, scan, FixedPlan(dims.B, dims.T, *sizes))
 
 
 def _states(x: torch.Tensor | None) -> States | None:

@@ -1,5 +1,7 @@
 """Whether sequences are cut along time, and where: a prediction, from shapes alone."""
 
+from dataclasses import replace
+
 from cula.common.dims import Dims
 from cula.kda.sm90.config import CHUNK, PART, Record, ScanConfig
 
@@ -14,7 +16,7 @@ CHUNK_TIME = 1.0  # of the scan
 FIRST_CHUNK_TIME = 0.9  # of the first pass, 128 channels
 COMBINE_TIME = 1.0  # a segment
 PASS_TIME = 3.0  # between one kernel and the next, and the states that it loads and stores
-L2_BYTES = 5.5e6  # a microsecond, of all SMs
+L2_BYTES, MEMORY_BYTES = 5.5e6, 4.1e6  # a microsecond, of all SMs
 
 
 def suitable_segment(dims: Dims, sequences: int, varlen: bool, sms: int) -> int:
@@ -49,23 +51,28 @@ def predicted_time(
 ) -> float:
     """Microseconds of all passes after `prep`, with segments of `segment` chunks; 0: uncut.
 
-    A pass takes as long as its blocks one after the other, or as its bytes from L2.
+    A pass takes as long as its blocks one after the other, or as its bytes from L2 or from memory.
     """
     segments = -(-chunks // segment) if segment else 1
+    record, values = Record(scan.K), 2 * CHUNK * PART
 
-    def walk(blocks: int, chunk_time: float, chunk_bytes: int) -> float:
+    def walk(
+        blocks: int, chunk_time: float, record_bytes: int, shared_by: int, tiles: int
+    ) -> float:
         each = min(segment or chunks, chunks)
         in_turn = -(-blocks // sms) * each * chunk_time
-        return max(in_turn, blocks * each * chunk_bytes / L2_BYTES)
+        l2 = blocks * each * (record_bytes // shared_by + tiles * values) / L2_BYTES
+        memory = batch * heads * chunks * (record_bytes + tiles * scan.parts * values)
+        return max(in_turn, l2, memory / MEMORY_BYTES)
 
-    record = Record(scan.K)
-    values = 2 * CHUNK * PART
-    second = walk(batch * segments * heads * scan.parts, CHUNK_TIME, record.bytes + 2 * values)
+    blocks = batch * segments * heads * scan.parts
+    cluster = replace(scan, segments="second" if segment else None).cluster
+    second = walk(blocks, CHUNK_TIME, record.bytes, cluster, 2)
     if segment == 0:
         return second
     blocks = max((segments - 1) * scan.pairs - scan.K // (2 * PART), 0)
-    bytes_ = record.bytes - record.rows - record.square + values
-    first = walk(batch * heads * blocks, FIRST_CHUNK_TIME, bytes_)
+    part = record.bytes - record.rows - record.square
+    first = walk(batch * heads * blocks, FIRST_CHUNK_TIME, part, 1, 1)
     turns = -(-batch * heads * scan.combine.slices // (2 * sms))
     combine = turns * max(segments - 2, 0) * COMBINE_TIME
     return first + combine + second + 3 * PASS_TIME
