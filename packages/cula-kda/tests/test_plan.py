@@ -289,6 +289,12 @@ def test_the_cut_can_be_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels_of(Case((128,)), segment_tokens=128).first is None
     packed = kernels_of(CASES["varlen"], segment_tokens=64)
     assert packed.combine is not None and packed.first_units == packed.shape.max_segments * 4
+    many = kernels_of(Case((100,) * 40, varlen=True), segment_tokens=512)
+    assert many.followed == 4000 // 449 and many.combine_args == (8, 4)
+    assert many.first_units == 8 * 2 * 2
+    alone = kernels_of(Case((100,) * 9, varlen=True), segment_tokens=512)
+    assert alone.followed == 2 and alone.combine is not None
+    assert kernels_of(Case((100,) * 8, varlen=True), segment_tokens=512).combine is None
 
 
 def test_configurations_to_compile() -> None:

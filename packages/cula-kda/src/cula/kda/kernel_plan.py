@@ -59,26 +59,34 @@ class KernelPlan:
         return self.scan.first_pass if self.scan.segments else None
 
     @property
+    def followed(self) -> int:
+        """Rows of the schedule that may be segments which others follow; they are its first.
+
+        They have as many chunks as a segment can. Of equal lengths it is all but the last ones.
+        """
+        shape = self.shape
+        if isinstance(shape, FixedPlan):
+            return shape.max_segments - shape.batch
+        return min(shape.max_segments, shape.tokens // ((shape.segment_chunks - 1) * CHUNK + 1))
+
+    @property
     def first_units(self) -> int:
-        """Blocks of the first pass. Of equal lengths, the last segments have the last numbers."""
-        segments = self.shape.max_segments
-        if isinstance(self.shape, FixedPlan):
-            segments -= self.shape.batch
-        return segments * self.shape.heads * self.scan.pairs
+        """Blocks of the first pass."""
+        return self.followed * self.shape.heads * self.scan.pairs
 
     @property
     def combine(self) -> CombineConfig | None:
-        """The pass between the two; a first segment leaves nothing to combine."""
-        if self.first is None or self.combine_args[0] == 2:
+        """The pass between the two; where no sequence has three segments nothing is to combine."""
+        if self.first is None or self.combine_args[0] < (3 if self.schedule is None else 2):
             return None
         return self.scan.combine
 
     @property
     def combine_args(self) -> tuple[int, int]:
-        """Where the combination finds each sequence's segments, and the number of sequences."""
+        """How many segments, and how many walks: see combine.py."""
         if isinstance(self.shape, FixedPlan):
             return self.shape.segments_each, self.shape.batch
-        return self.shape.segment_starts_at, self.shape.sequences
+        return self.followed, -(-self.followed // 2)
 
     @property
     def configs(self) -> tuple:

@@ -22,7 +22,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cula.common.cute import vector
 from cula.common.cute.smem import SmemAllocator
-from cula.common.varlen.device import unit_coords, where
+from cula.common.varlen.device import read_segment, unit_coords, where
 from cula.kda.sm90.config import SLICE
 from cula.kda.sm90.scan import segment_states
 
@@ -56,8 +56,8 @@ class KdaCombine:
         self,
         mSegments: cute.Tensor,  # (segments, HV, V + K, K)
         mWork: cute.Tensor | None,  # the schedule's workspace
-        segments: Int32,  # of each sequence; packed: where the workspace says which are whose
-        sequences: Int32,
+        segments: Int32,  # of each sequence; packed: rows of the schedule to look at
+        walks: Int32,  # sequences; packed: pairs of rows
         stream: cuda.CUstream,
     ):
         K = self.config.K
@@ -69,7 +69,7 @@ class KdaCombine:
 
         self.Shared = Shared
         self.kernel(mSegments, mWork, segments).launch(
-            grid=[sequences * mSegments.shape[1] * self.config.slices, 1, 1],
+            grid=[walks * mSegments.shape[1] * self.config.slices, 1, 1],
             block=[32 * WARPS, 1, 1],
             stream=stream,
             min_blocks_per_mp=2,
@@ -84,13 +84,13 @@ class KdaCombine:
         # launched before the first pass is complete, as the scan is before this
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        n, head, part = unit_coords(
+        walk, head, part = unit_coords(
             Int32(cute.arch.block_idx()[0]), mSegments.shape[1], self.config.slices
         )
-        first = n * segments
-        if cutlass.const_expr(mWork is not None):
-            first = mWork[segments + n]
-            segments = mWork[segments + n + 1] - first
+        if cutlass.const_expr(mWork is None):
+            first = walk * segments
+        else:
+            first, segments = self.sequence(mWork, walk, segments)
         # the first segment's b is the state after it; nobody needs the state after the last here
         if segments > 2:
             step = Int64(mSegments.stride[0])
@@ -100,6 +100,19 @@ class KdaCombine:
             self.walk(
                 storage.state.data_ptr(), storage.sums.data_ptr(), place, step, part, segments
             )
+
+    def sequence(self, mWork, pair, rows):
+        """(place of its first segment, segments) of the sequence whose second one is in this pair.
+
+        Segments that others follow have the most chunks: they lead the table, and a sequence's are
+        neighbours in the order of time. So of two neighbours one at most is a second one.
+        """
+        first, segments = Int32(0), Int32(0)
+        for index in (2 * pair, where(2 * pair + 1 < rows, 2 * pair + 1, 2 * pair)):
+            row = read_segment(mWork.iterator, index)
+            second = row.segment == 1
+            first, segments = where(second, row.first, first), where(second, row.segments, segments)
+        return first, segments
 
     @cute.jit
     def walk(
