@@ -9,8 +9,16 @@ import pytest
 import torch
 
 from cula.common.dims import Dims
+from cula.common.varlen.twin import segment_rows
 from cula.kda import fla_fallback, kda_prefill, kernel_plan
-from cula.kda.cases import CASES, Case, kernel_configs, kernel_configs_of, make_inputs
+from cula.kda.cases import (
+    CASES,
+    Case,
+    kernel_configs,
+    kernel_configs_of,
+    kernel_plan_of,
+    make_inputs,
+)
 from cula.kda.kernel_plan import NOT_VERIFIED, no_kernel
 from cula.kda.plan import _backend as choose
 from cula.kda.plan import plan_prefill
@@ -295,6 +303,33 @@ def test_the_cut_can_be_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = kernels_of(Case((100,) * 9, varlen=True), segment_tokens=512)
     assert alone.followed == 2 and alone.combine is not None
     assert kernels_of(Case((100,) * 8, varlen=True), segment_tokens=512).combine is None
+
+
+@pytest.mark.parametrize("segment_tokens", [64, 128, 320])
+def test_followed_segments_lead_the_schedule(segment_tokens: int) -> None:
+    """The first pass's rows hold every segment that others follow, and each pair of them at most
+    one second segment: what `combine` finds sequences by."""
+    random = torch.Generator().manual_seed(segment_tokens)
+    for _ in range(60):
+        n = int(torch.randint(1, 12, (1,), generator=random))
+        lengths = torch.randint(0, 1200, (n,), generator=random)
+        lengths *= torch.randint(0, 2, (n,), generator=random)
+        bounds = [0, *lengths.cumsum(0).tolist()]
+        if bounds[-1] <= segment_tokens:
+            continue
+        case = Case(tuple(lengths.tolist()), K=64, V=64, varlen=True, state=None)
+        plan = kernel_plan_of(replace(case, segment_tokens=segment_tokens))
+        rows = segment_rows(plan.shape, bounds)
+        followed = [i for i, row in enumerate(rows) if row.segment + 1 < row.segments]
+        assert max(followed, default=-1) < plan.followed
+        walked, pairs = [], plan.combine_args[1] if plan.combine else 0
+        for pair in range(pairs):
+            two = {2 * pair, min(2 * pair + 1, plan.followed - 1)}
+            seconds = [rows[i] for i in two if i < len(rows) and rows[i].segment == 1]
+            found = [row.sequence for row in seconds if row.segments > 2]
+            assert len(found) <= 1
+            walked += found
+        assert sorted(walked) == sorted({row.sequence for row in rows if row.segments > 2})
 
 
 def test_configurations_to_compile() -> None:

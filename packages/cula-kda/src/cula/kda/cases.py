@@ -91,6 +91,16 @@ CASES: dict[str, Case] = {
         segment_tokens=64,
         gate_mean=-7.0,
     ),
+    "segments, several lengths": Case(
+        (300, 140, 500, 130, 0),
+        H=1,
+        HV=1,
+        K=64,
+        V=64,
+        varlen=True,
+        segment_tokens=128,
+        gate_mean=-8.0,
+    ),
     "segments, short ones": Case(
         (70, 60, 65), varlen=True, segment_tokens=64, state=torch.bfloat16
     ),

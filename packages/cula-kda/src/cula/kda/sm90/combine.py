@@ -24,7 +24,7 @@ from cula.common.cute import vector
 from cula.common.cute.smem import SmemAllocator
 from cula.common.varlen.device import read_segment, unit_coords, where
 from cula.kda.sm90.config import SLICE
-from cula.kda.sm90.scan import segment_states
+from cula.kda.sm90.scan_block import segment_states
 
 WARPS = 8
 
@@ -102,16 +102,17 @@ class KdaCombine:
             )
 
     def sequence(self, mWork, pair, rows):
-        """(place of its first segment, segments) of the sequence whose second one is in this pair.
+        """(place of its first segment, segments) of the sequence of more than two segments whose
+        second one is in this pair of rows.
 
         Segments that others follow have the most chunks: they lead the table, and a sequence's are
-        neighbours in the order of time. So of two neighbours one at most is a second one.
+        neighbours in the order of time. So of two neighbours one at most is such a second one.
         """
         first, segments = Int32(0), Int32(0)
         for index in (2 * pair, where(2 * pair + 1 < rows, 2 * pair + 1, 2 * pair)):
             row = read_segment(mWork.iterator, index)
-            second = row.segment == 1
-            first, segments = where(second, row.first, first), where(second, row.segments, segments)
+            found = (row.segment == 1) & (row.segments > 2)
+            first, segments = where(found, row.first, first), where(found, row.segments, segments)
         return first, segments
 
     @cute.jit

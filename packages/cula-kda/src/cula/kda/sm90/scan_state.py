@@ -192,7 +192,7 @@ class ScanState:
 
 
 def scan_state(shared, config, dtype, thread) -> ScanState:
-    """`shared`: the block's tiles (scan.SharedMemory); dtype: of v and o."""
+    """`shared`: the block's tiles (scan_block.SharedMemory); dtype: of v and o."""
     outputs = shared.o is not None
     tokens = Product(CHUNK, Float16)
     states = Product(config.K, Float16, b_mn_major=True)
