@@ -84,7 +84,7 @@ def records_of(k, q, g, beta, scale):
         T = inverse(b[:, None] * A, b)
         before = torch.stack([totals[:n].prod(0) for n in range(4)]).repeat_interleave(BLOCK, 0)
         after = torch.stack([totals[n + 1 :].prod(0) for n in range(4)]).repeat_interleave(BLOCK, 0)
-        Kg, Qg, Kr = bfloat(kf * before), bfloat(qf * before), half(kb * after)
+        Kg, Qg, Kr = half(kf * before), half(qf * before), half(kb * after)
         records.append((Kg, Qg, Kr, T, half(P), totals.prod(0)))
     return records
 
@@ -93,9 +93,9 @@ def walk(records, v, S):
     """(o, S) after the records' chunks, from S."""
     outputs = []
     for (Kg, Qg, Kr, T, P, decay), values in zip(records, v.split(CHUNK), strict=True):
-        X = half(values - Kg @ bfloat(S))
+        X = half(values - Kg @ half(S))
         new = half(T @ X)
-        outputs.append(bfloat(Qg @ bfloat(S) + P @ new))
+        outputs.append(bfloat(Qg @ half(S) + P @ new))
         S = decay[:, None] * S + Kr.T @ new
     return torch.cat(outputs), S
 
