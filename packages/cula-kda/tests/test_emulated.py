@@ -19,11 +19,10 @@ pytest.importorskip("tvm_ffi")
 
 from cula.common.jit import compile_kernel  # noqa: E402
 from cula.common.testing import assert_close, poisoned, same_bits  # noqa: E402
-from cula.common.varlen import VarlenPlan, build_schedule  # noqa: E402
+from cula.common.varlen import build_schedule  # noqa: E402
 from cula.kda import chunk_kda, kda_prefill, launch, plan  # noqa: E402
-from cula.kda.cases import CASES, Case, kernel_configs_of, make_inputs  # noqa: E402
+from cula.kda.cases import CASES, Case, kernel_configs_of, kernel_plan_of, make_inputs  # noqa: E402
 from cula.kda.kernel_plan import IO_DTYPES, KERNEL_DIMS  # noqa: E402
-from cula.kda.sm90.config import CHUNK  # noqa: E402
 
 ARCH = "sm_90a"
 TOLERANCE = 5e-3
@@ -73,6 +72,7 @@ def emulated(monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(plan, "choose_backend", lambda *args, **options: "cute")
+            patch.setattr(plan, "sm_count", lambda device: 132)
             patch.setattr(launch.jit, "compiled", get)
             patch.setattr(launch, "sm_count", lambda device: 1)  # blocks take several chunks
             patch.setattr(launch, "_launches", {})
@@ -109,8 +109,9 @@ def test_kernels_equal_the_reference(emulated, name) -> None:
     inputs = make_inputs(case)
     before = inputs["state"].clone() if case.state else None
     seen = check(emulated, inputs, AMPLIFYING.get(name, TOLERANCE), case.magnitude)
-    assert tuple(seen.configs[-2:]) == kernel_configs_of(case)
-    assert len(seen.launches) == 2 + case.varlen
+    configs = kernel_configs_of(case)
+    assert tuple(seen.configs[-len(configs) :]) == configs
+    assert len(seen.launches) == len(configs) + case.varlen
     if case.state:
         named = set(inputs["state_indices"].tolist())
         for slot in set(range(len(before))) - named:
@@ -224,54 +225,127 @@ def test_earlier_outputs_do_not_see_later_tokens(emulated) -> None:
     assert not same_bits(a[:, 63:], b[:, 63:])
 
 
-@pytest.mark.parametrize("kernel", ["prep", "scan"])
-def test_no_order_of_the_hardware_shows(emulated, kernel) -> None:
-    """The emulator's modes and random orders, on a batch with tails and checkpoints."""
-    case = Case((130, 64), H=1, HV=1, varlen=True, checkpoint_interval=64, gate_mean=-4.0)
+def test_sequences_depend_on_nothing_but_the_cut(emulated) -> None:
+    """A sequence's bits in a batch and alone, for one length of segments; whole ones' too."""
+    case = Case((200, 64), H=1, HV=1, K=64, V=64, varlen=True, state=None, gate_mean=-8.0)
+    both, results = make_inputs(case), {}
+    one = both | {n: both[n][:, :200] for n in ("q", "k", "v", "g", "beta")}
+    del one["cu_seqlens"]
+    for tokens in (0, 64, 128):
+        with emulated():
+            results[tokens] = kda_prefill(**both, segment_tokens=tokens)
+            alone = kda_prefill(**one, segment_tokens=tokens)
+        assert same_bits(alone, results[tokens][:, :200])
+    assert not same_bits(results[0], results[64])
+    assert same_bits(results[0][:, 200:], results[64][:, 200:])
+
+
+def test_a_small_call_of_few_heads_is_cut_unasked(emulated, monkeypatch) -> None:
+    """The plan's own choice, of both calls."""
+    monkeypatch.setattr("cula.kda.segment_plan.PASS_TIME", 0.01)
+    monkeypatch.setattr("cula.kda.segment_plan.MIN_SEGMENT", 1)
+    monkeypatch.setattr("cula.kda.segment_plan.COMBINE_TIME", 0.01)
+    inputs = make_inputs(Case((500,), H=1, HV=1, state=None, gate="given"))
+    seen = check(emulated, inputs)
+    assert [config.segments for config in seen.configs[1::2]] == ["first", "second"]
+    given = {name: inputs[name] for name in ("q", "k", "v", "g", "beta")}
+    right = chunk_kda(**given, use_qk_l2norm_in_kernel=True, output_final_state=True)
+    with emulated() as seen:
+        found = chunk_kda(**given, use_qk_l2norm_in_kernel=True, output_final_state=True)
+    assert len(seen.launches) == 4
+    for x, want in zip(found, right, strict=True):
+        assert_close("result", x, want, TOLERANCE)
+
+
+PASSES = {"whole": ("prep", "scan"), "cut": ("prep", "first", "combine", "scan")}
+
+
+@pytest.mark.parametrize(
+    ("form", "kernel"), [(form, kernel) for form, names in PASSES.items() for kernel in names]
+)
+@pytest.mark.parametrize("varlen", [False, True])
+def test_no_order_of_the_hardware_shows(emulated, form, kernel, varlen) -> None:
+    """The emulator's modes and random orders, on a batch with tails and checkpoints.
+
+    Where sequences are cut, the pool is both read and written, as in a call.
+    """
+    cut = form == "cut"
+    lengths = ((250, 64, 0) if cut else (130, 64)) if varlen else ((200,) if cut else (130,))
+    case = Case(
+        lengths,
+        H=1,
+        HV=1,
+        varlen=varlen,
+        checkpoint_interval=64,
+        gate_mean=-4.0,
+        segment_tokens=64 if cut else 0,
+    )
     inputs = make_inputs(case)
-    prep, scan = kernel_configs_of(case)
-    varlen = VarlenPlan(2, 194, CHUNK, 1, scan.parts)
-    work = build_schedule(varlen, inputs["cu_seqlens"]).workspace
-    chunks = varlen.max_chunks
-    from cula.kda.sm90.config import Record
+    run = Passes(case, inputs)
+    order = PASSES[form]
+    with ptxemu.device(mode="lazy"):
+        for name in order[: order.index(kernel)]:
+            getattr(run, name)()
+    written = {"prep": [run.records], "first": [run.segments], "combine": [run.segments]}
+    outputs = written.get(kernel, [run.out, inputs["state"], inputs["checkpoints"]])
+    with ptxemu.device() as device:
+        assert device.check(getattr(run, kernel), outputs) == []
 
-    records = torch.full((chunks * Record(128).bytes // 4,), -1, dtype=torch.int32)
 
-    def prepare():
-        compiled(prep)(
-            *(inputs[name] for name in ("q", "k", "g", "beta", "A_log", "dt_bias")),
-            work,
-            records,
+class Passes:
+    """The launches of a call one by one, as launch.py makes them."""
+
+    def __init__(self, case: Case, inputs: dict):
+        plan = kernel_plan_of(case)
+        shape = self.shape = plan.shape
+        self.plan, self.inputs = plan, inputs
+        self.work = None
+        if case.varlen:
+            self.work = build_schedule(shape, inputs["cu_seqlens"]).workspace
+        self.records = torch.full((plan.record_words,), -1, dtype=torch.int32)
+        self.segments = None
+        if plan.first:
+            self.segments = torch.full(plan.segment_states, torch.nan)
+        self.out = torch.full_like(inputs["v"], torch.nan)
+
+    def prep(self) -> None:
+        names = ("q", "k", "g", "beta", "A_log", "dt_bias")
+        chunks_at = self.shape.chunks_at if self.work is not None else 0
+        compiled(self.plan.prep)(
+            *(self.inputs[name] for name in names),
+            self.work,
+            self.records,
             128**-0.5,
             -5.0,
-            varlen.chunks_at,
-            chunks,
-            2,  # blocks, so that one prepares two chunks
+            chunks_at,
+            self.shape.max_chunks,
+            2,  # blocks, so that one prepares several chunks
         )
 
-    with ptxemu.device(mode="lazy"):
-        prepare()
-    if kernel == "prep":
-        with ptxemu.device() as device:
-            assert device.check(prepare, [records]) == []
-        return
-    out = torch.full_like(inputs["v"], torch.nan)
-    outputs = [out, inputs["state"], inputs["checkpoints"]]
+    def first(self) -> None:
+        self._walk(self.plan.first, None, None, self.plan.first_units)
 
-    def scanned():
-        compiled(scan)(
+    def combine(self) -> None:
+        compiled(self.plan.combine)(self.segments, self.work, *self.plan.combine_args)
+
+    def scan(self) -> None:
+        marks = self.inputs["checkpoints"]
+        self._walk(self.plan.scan, self.inputs["state"], marks, self.shape.max_units)
+
+    def _walk(self, config, final, marks, units) -> None:
+        inputs = self.inputs
+        compiled(config)(
             inputs["v"],
-            records,
+            self.records,
             inputs["state"],
-            inputs["state"],
+            final,
             inputs["state_indices"],
             inputs["has_initial_state"].view(torch.uint8),
-            inputs["checkpoints"],
-            work,
-            out,
-            64,
-            varlen.max_units,
+            marks,
+            self.segments,
+            self.work,
+            self.out,
+            inputs["checkpoint_interval"],
+            self.shape.device_segment_chunks,
+            units,
         )
-
-    with ptxemu.device() as device:
-        assert device.check(scanned, outputs) == []

@@ -73,6 +73,34 @@ def test_values_of_any_size(exponents) -> None:
     check(inputs, unit=2.0 ** max(exponents))
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((4096,), H=4, HV=4, gate_mean=-8.0),
+        Case((8192,), H=8, HV=8),
+        Case((5000, 0, 300, 2500, 65), H=4, HV=4, varlen=True, gate_mean=-7.0),
+        Case((3000,), H=2, HV=2, gate="given", gate_dtype=torch.float32, gate_mean=-1e9),
+        Case((3000,), H=2, HV=4, gate="given", gate_dtype=torch.float32, mask=700),
+        Case((3000,), H=2, HV=2, beta="sigmoid2", gate_mean=-6.0),
+    ],
+    ids=lambda case: str(case.lengths),
+)
+@pytest.mark.parametrize("segment_tokens", [None, 0, 256])
+def test_few_heads(case: Case, segment_tokens: int | None) -> None:
+    """Sequences cut by the plan's choice, not at all, and finely."""
+    check(make_inputs(case, "cuda") | {"segment_tokens": segment_tokens})
+
+
+def test_segments_give_the_same_bits_every_time() -> None:
+    case = Case((900, 70, 0, 2000), H=8, HV=8, varlen=True, segment_tokens=128, gate_mean=-7.0)
+    first = None
+    for _ in range(50):
+        inputs = make_inputs(case, "cuda")
+        again = (kda_prefill(**inputs, backend="cute"), inputs["state"])
+        first = first or again
+        assert all(same_bits(a, b) for a, b in zip(first, again, strict=True))
+
+
 def test_same_bits_every_time() -> None:
     case = Case((65, 66, 71, 79, 1000, 3), H=32, HV=32, varlen=True)
     first = None
@@ -125,8 +153,9 @@ def test_surroundings_are_neither_read_nor_written(varlen: bool) -> None:
     assert all(window.untouched() for window in windows.values())
 
 
-def test_graph_replays_with_other_bounds_and_slots() -> None:
-    case = Case((100, 28), H=2, HV=2, varlen=True)
+@pytest.mark.parametrize("segment_tokens", [0, 64])
+def test_graph_replays_with_other_bounds_and_slots(segment_tokens: int) -> None:
+    case = Case((300, 28), H=2, HV=2, varlen=True, segment_tokens=segment_tokens)
     inputs = make_inputs(case, "cuda")
     out = torch.empty_like(inputs["v"])
     start = inputs["state"].clone()
@@ -134,7 +163,7 @@ def test_graph_replays_with_other_bounds_and_slots() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kda_prefill(**inputs, out=out, backend="cute")
-    inputs["cu_seqlens"].copy_(torch.tensor([0, 3, 128]))
+    inputs["cu_seqlens"].copy_(torch.tensor([0, 103, 328]))
     inputs["state_indices"].copy_(inputs["state_indices"].flip(0))
     inputs["state"].copy_(start)
     twin = {n: x.clone() if torch.is_tensor(x) else x for n, x in inputs.items()}

@@ -8,11 +8,22 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 
+from cula.common.dims import Dims
+from cula.common.varlen.twin import segment_rows
 from cula.kda import fla_fallback, kda_prefill, kernel_plan
-from cula.kda.cases import CASES, Case, kernel_configs, kernel_configs_of, make_inputs
+from cula.kda.cases import (
+    CASES,
+    Case,
+    kernel_configs,
+    kernel_configs_of,
+    kernel_plan_of,
+    make_inputs,
+)
 from cula.kda.kernel_plan import NOT_VERIFIED, no_kernel
 from cula.kda.plan import _backend as choose
 from cula.kda.plan import plan_prefill
+from cula.kda.segment_plan import predicted_time, suitable_segment
+from cula.kda.sm90.config import ScanConfig
 
 
 def plan_of(case: Case, **changes):
@@ -97,6 +108,7 @@ def refused() -> dict[str, tuple[dict, type[Exception], str]]:
         "interval alone": ({"checkpoint_interval": 64}, ValueError, "checkpoint"),
         "buffer alone": ({"checkpoints": state}, ValueError, "checkpoint"),
         "interval": ({"checkpoints": state, "checkpoint_interval": 32}, ValueError, "32.*64"),
+        "segment": ({"segment_tokens": 100}, ValueError, "segment_tokens: 100; must be.*64"),
         "rows": ({"checkpoints": state[:3], "checkpoint_interval": 64}, ValueError, "4 rows"),
         "out shape": ({"out": torch.zeros(1, 281, 2, 64)}, ValueError, "out: shape"),
         "out dtype": ({"out": torch.zeros(1, 281, 2, 128)}, ValueError, "out: dtype"),
@@ -209,19 +221,123 @@ def test_what_has_no_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_workspace_is_bounded_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 1.5 KB a token and value head, and what the plan says is what is taken."""
     monkeypatch.setattr("cula.kda.plan.choose_backend", lambda *args, **options: "cute")
+    monkeypatch.setattr("cula.kda.plan.sm_count", lambda device: 132)
     for varlen in (False, True):
-        plan = plan_of(Case((1024, 1000), varlen=varlen) if varlen else Case((1024, 1024)))
+        case = Case((1024, 1000), varlen=True) if varlen else Case((1024, 1024))
+        plan = plan_of(case, segment_tokens=0)
         tokens = plan.dims.B * plan.dims.T
         assert 1032 * tokens * 2 <= plan.workspace_bytes <= 1536 * tokens * 2
+    cut = plan_of(Case((1024, 1024)), segment_tokens=512)
+    states = 4 * 2 * 256 * 128 * 4
+    whole = plan_of(Case((1024, 1024)), segment_tokens=0)
+    assert cut.workspace_bytes == whole.workspace_bytes + states
     monkeypatch.setattr("cula.kda.plan.choose_backend", lambda *args, **options: "reference")
     assert plan_of(CASES["one chunk"]).workspace_bytes == 0
+
+
+def segment_of(B=1, T=8192, H=8, D=128, N=None) -> int:
+    return suitable_segment(Dims(B, T, H, H, D, D), N or B, N is not None, 132)
+
+
+@pytest.mark.parametrize(
+    ("shape", "segments"),
+    [
+        ({"H": 1}, 16),
+        ({"H": 4}, 11),
+        ({"H": 8}, 8),
+        ({"H": 16}, 4),
+        ({"H": 8, "T": 32768}, 8),
+        ({"H": 4, "B": 2}, 8),
+        ({"H": 8, "D": 64}, 10),
+    ],
+)
+def test_few_sequences_and_heads_are_cut(shape: dict, segments: int) -> None:
+    """Into segments that gain by prediction, and whose states fit beside the records."""
+    chunks, D = shape.get("T", 8192) // 64, shape.get("D", 128)
+    segment = segment_of(**shape)
+    assert -(-chunks // segment) == segments
+    scan, batch = ScanConfig(D, D, "bf16"), shape.get("B", 1)
+    whole, cut = (
+        predicted_time(scan, chunks, size, batch, shape["H"], 132) for size in (0, segment)
+    )
+    assert cut <= 0.85 * whole
+
+
+@pytest.mark.parametrize(
+    "shape", [{"H": 64}, {"H": 32, "B": 2}, {"T": 512}, {"T": 1000, "H": 1}, {"T": 0}, {"B": 0}]
+)
+def test_what_fills_the_gpu_or_is_short_stays_whole(shape: dict) -> None:
+    assert segment_of(**shape) == 0
+
+
+def test_packed_sequences_are_cut_where_they_are_long() -> None:
+    assert segment_of(N=1) == segment_of()
+    assert segment_of(N=10) >= 8192 // 64 // 10, "even ones stay whole"
+    assert segment_of(N=1000) == 0, "their states would take more than the records"
+    assert segment_of(N=4, H=64) == 0
+
+
+def test_the_cut_can_be_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cula.kda.plan.choose_backend", lambda *args, **options: "cute")
+    monkeypatch.setattr("cula.kda.plan.sm_count", lambda device: 132)
+    long = Case((8192,), H=1, HV=1, state=None)
+
+    def kernels_of(case: Case, **options):
+        return plan_of(case, **options).kernels
+
+    assert kernels_of(long).scan.segments == "second"
+    whole = kernels_of(long, segment_tokens=0)
+    assert whole.configs == (whole.prep, whole.scan) and whole.scan.segments is None
+    cut = kernels_of(Case((1000,) * 3), segment_tokens=128)
+    assert cut.configs == (cut.prep, cut.scan.first_pass, cut.scan.combine, cut.scan)
+    assert cut.shape.segments_each == 8 and cut.segment_states == (24, 2, 256, 128)
+    assert cut.first_units == 3 * 7 * 2 * 2 and cut.combine_args == (8, 3)
+    pair = kernels_of(Case((1000,) * 3), segment_tokens=512)
+    assert pair.combine is None and pair.first is not None
+    assert kernels_of(Case((128,)), segment_tokens=128).first is None
+    packed = kernels_of(CASES["varlen"], segment_tokens=64)
+    assert packed.combine is not None and packed.first_units == packed.shape.max_segments * 4
+    many = kernels_of(Case((100,) * 40, varlen=True), segment_tokens=512)
+    assert many.followed == 4000 // 449 and many.combine_args == (8, 4)
+    assert many.first_units == 8 * 2 * 2
+    alone = kernels_of(Case((100,) * 9, varlen=True), segment_tokens=512)
+    assert alone.followed == 2 and alone.combine is not None
+    assert kernels_of(Case((100,) * 8, varlen=True), segment_tokens=512).combine is None
+
+
+@pytest.mark.parametrize("segment_tokens", [64, 128, 320])
+def test_followed_segments_lead_the_schedule(segment_tokens: int) -> None:
+    """The first pass's rows hold every segment that others follow, and each pair of them at most
+    one second segment: what `combine` finds sequences by."""
+    random = torch.Generator().manual_seed(segment_tokens)
+    for _ in range(60):
+        n = int(torch.randint(1, 12, (1,), generator=random))
+        lengths = torch.randint(0, 1200, (n,), generator=random)
+        lengths *= torch.randint(0, 2, (n,), generator=random)
+        bounds = [0, *lengths.cumsum(0).tolist()]
+        if bounds[-1] <= segment_tokens:
+            continue
+        case = Case(tuple(lengths.tolist()), K=64, V=64, varlen=True, state=None)
+        plan = kernel_plan_of(replace(case, segment_tokens=segment_tokens))
+        rows = segment_rows(plan.shape, bounds)
+        followed = [i for i, row in enumerate(rows) if row.segment + 1 < row.segments]
+        assert max(followed, default=-1) < plan.followed
+        walked, pairs = [], plan.combine_args[1] if plan.combine else 0
+        for pair in range(pairs):
+            two = {2 * pair, min(2 * pair + 1, plan.followed - 1)}
+            seconds = [rows[i] for i in two if i < len(rows) and rows[i].segment == 1]
+            found = [row.sequence for row in seconds if row.segments > 2]
+            assert len(found) <= 1
+            walked += found
+        assert sorted(walked) == sorted({row.sequence for row in rows if row.segments > 2})
 
 
 def test_configurations_to_compile() -> None:
     """All for the one architecture; each case's own among them, each once."""
     every = kernel_configs("all")
     assert len(set(every)) == len(every) and set(kernel_configs("common")) <= set(every)
-    assert set(kernel_configs_of(CASES["one chunk"])) <= set(every)
+    for name in ("one chunk", "segments", "segments, packed"):
+        assert set(kernel_configs_of(CASES[name])) <= set(every)
     assert kernel_configs("all", "sm_80") == ()
     with pytest.raises(ValueError, match="which"):
         kernel_configs("some")

@@ -153,7 +153,7 @@ def test_operators_are_what_they_claim() -> None:
     x = torch.randn(1, 9, 1, 8)
     state, out = torch.randn(1, 1, 8, 8), torch.empty_like(x)
     args = (x, x, x, -x.abs(), x[..., 0].sigmoid(), state, None, None, None, None, None, None)
-    tail = (None, False, True, False, False, None, None, out, "reference", False)
+    tail = (None, False, True, False, False, None, None, None, out, "reference", False)
     torch.library.opcheck(torch.ops.cula.kda_prefill, args + tail)
 
 

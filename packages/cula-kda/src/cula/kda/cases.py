@@ -1,6 +1,6 @@
 """Named shapes and inputs of KDA prefill: one list for tests, compile checks and benchmarks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ import torch
 from cula.common.dims import dims_of
 from cula.common.gates import BetaForm, GateForm, KdaGate
 from cula.common.varlen import schedule_configs
-from cula.kda.kernel_plan import IO_DTYPES, KERNEL_ARCH, KERNEL_DIMS, kernel_plan
+from cula.kda.kernel_plan import IO_DTYPES, KERNEL_ARCH, KERNEL_DIMS, KernelPlan, kernel_plan
 from cula.kda.reference import KdaForm
 from cula.kda.sm90.config import CHUNK, PrepConfig, ScanConfig, States
 
@@ -45,6 +45,7 @@ class Case:
     index_dtype: torch.dtype = torch.int32
     magnitude: float = 1.0
     checkpoint_interval: int | None = None
+    segment_tokens: int | None = None
 
 
 CASES: dict[str, Case] = {
@@ -79,6 +80,47 @@ CASES: dict[str, Case] = {
     "bf16 pool": Case((100, 64), varlen=True, state=torch.bfloat16),
     "no state": Case((100,), state=None),
     "checkpoints": Case((128, 63, 200, 0, 64), varlen=True, checkpoint_interval=64),
+    "segments": Case((300,), segment_tokens=128),
+    "segments, batch": Case((200,) * 3, H=1, HV=1, segment_tokens=64, gate_mean=-8.0),
+    "segments, packed": Case(
+        (40, 290, 0, 129, 0, 64, 65),
+        H=1,
+        HV=2,
+        varlen=True,
+        checkpoint_interval=128,
+        segment_tokens=64,
+        gate_mean=-7.0,
+    ),
+    "segments, several lengths": Case(
+        (300, 140, 500, 130, 0),
+        H=1,
+        HV=1,
+        K=64,
+        V=64,
+        varlen=True,
+        segment_tokens=128,
+        gate_mean=-8.0,
+    ),
+    "segments, short ones": Case(
+        (70, 60, 65), varlen=True, segment_tokens=64, state=torch.bfloat16
+    ),
+    "segments, D = 64": Case((260,), K=64, V=64, segment_tokens=64, gate_mean=-8.0),
+    "segments, V = 64": Case((200,), V=64, H=1, HV=1, segment_tokens=64, gate_mean=-8.0),
+    "segments, K = 64": Case((200,), K=64, H=1, HV=1, segment_tokens=64, gate_mean=-8.0),
+    "segments, no decay": Case(
+        (330,), gate="given", gate_dtype=torch.float32, gate_mean=-1e9, segment_tokens=64
+    ),
+    "segments, masked": Case(
+        (200,), gate="given", gate_dtype=torch.float32, mask=23, segment_tokens=64
+    ),
+    "segments, repeated keys": Case(
+        (256,), gate_mean=-8.0, repeated_keys=True, state=None, segment_tokens=64
+    ),
+    "segments, float16": Case(
+        (192,), dtype=torch.float16, gate_dtype=torch.float16, beta="sigmoid2", segment_tokens=64
+    ),
+    "segments, tiny values": Case((192,), magnitude=1e-6, gate_mean=-8.0, segment_tokens=64),
+    "segments, huge values": Case((192,), magnitude=1e5, gate_mean=-8.0, segment_tokens=64),
 }
 
 
@@ -133,15 +175,17 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -
         rows = B * T // case.checkpoint_interval
         inputs["checkpoints"] = torch.zeros(rows, case.HV, case.V, case.K)
         inputs["checkpoint_interval"] = case.checkpoint_interval
+    if case.segment_tokens is not None:
+        inputs["segment_tokens"] = case.segment_tokens
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
 
 
-def kernel_configs_of(case: Case) -> tuple[PrepConfig, ScanConfig]:
-    """What the kernels of a case's call are compiled for."""
+def kernel_plan_of(case: Case, sms: int = 132) -> KernelPlan:
+    """The kernels of a case's call, on a GPU of so many multiprocessors."""
     x: dict[str, Any] = make_inputs(case)
     bias = case.bias and case.gate != "given"
     form = KdaForm(KdaGate(case.gate, bias, -5.0), case.beta, case.l2norm, 1.0)
-    kernels = kernel_plan(
+    return kernel_plan(
         x["q"],
         x["g"],
         x["beta"],
@@ -154,8 +198,14 @@ def kernel_configs_of(case: Case) -> tuple[PrepConfig, ScanConfig]:
         mask="has_initial_state" in x,
         checkpoints=x.get("checkpoints"),
         varlen=case.varlen,
+        segment_tokens=case.segment_tokens,
+        sms=sms,
     )
-    return kernels.prep, kernels.scan
+
+
+def kernel_configs_of(case: Case) -> tuple:
+    """What the kernels of a case's call are compiled for, in the order of their launches."""
+    return kernel_plan_of(case).configs
 
 
 def kernel_configs(which: Literal["common", "all"] = "all", arch: str = KERNEL_ARCH) -> tuple:
@@ -185,7 +235,9 @@ def kernel_configs(which: Literal["common", "all"] = "all", arch: str = KERNEL_A
             prep = PrepConfig(128, "bf16", gate, gate_dtype, bias, beta, beta_dtype, True, varlen)
             configs[prep] = None
         for form in forms:
-            configs[ScanConfig(128, 128, "bf16", varlen=varlen, **form)] = None
+            whole = ScanConfig(128, 128, "bf16", varlen=varlen, **form)
+            cut = replace(whole, segments="second")
+            configs.update(dict.fromkeys((whole, cut.first_pass, cut.combine, cut)))
     configs.update(dict.fromkeys(schedule_configs(CHUNK)))
     if which == "all":
         for case in CASES.values():

@@ -1,5 +1,6 @@
 """Which kernels run a call, if any: from shapes, strides and dtypes alone."""
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -10,7 +11,15 @@ from cula.common.dims import Dims
 from cula.common.layouts import has_dense_slots, to_k_first
 from cula.common.varlen import FixedPlan, VarlenPlan
 from cula.kda.reference import KdaForm
-from cula.kda.sm90.config import CHUNK, PrepConfig, Record, ScanConfig, States
+from cula.kda.segment_plan import suitable_segment
+from cula.kda.sm90.config import (
+    CHUNK,
+    CombineConfig,
+    PrepConfig,
+    Record,
+    ScanConfig,
+    States,
+)
 
 KERNEL_ARCH = "sm_90a"
 KERNEL_DIMS = (64, 128)
@@ -30,28 +39,77 @@ NAMES = {
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """What the two kernels are compiled for, and the sizes of their launches.
+    """What a call's kernels are compiled for, and the sizes of their launches.
 
-    schedule: of packed sequences; None for a batch of equal lengths.
+    shape: bounds of chunks, segments and units, from shapes alone.
     """
 
     prep: PrepConfig
     scan: ScanConfig
-    heads: int
-    chunks: int
-    units: int
-    schedule: VarlenPlan | None
+    shape: FixedPlan | VarlenPlan
+
+    @property
+    def schedule(self) -> VarlenPlan | None:
+        """Of packed sequences; None for a batch of equal lengths."""
+        return self.shape if isinstance(self.shape, VarlenPlan) else None
+
+    @property
+    def first(self) -> ScanConfig | None:
+        """The pass before the scan where sequences are cut along time."""
+        return self.scan.first_pass if self.scan.segments else None
+
+    @property
+    def followed(self) -> int:
+        """Rows of the schedule that may be segments which others follow; they are its first.
+
+        They have as many chunks as a segment can. Of equal lengths it is all but the last ones.
+        """
+        shape = self.shape
+        if isinstance(shape, FixedPlan):
+            return shape.max_segments - shape.batch
+        return min(shape.max_segments, shape.tokens // ((shape.segment_chunks - 1) * CHUNK + 1))
+
+    @property
+    def first_units(self) -> int:
+        """Blocks of the first pass."""
+        return self.followed * self.shape.heads * self.scan.pairs
+
+    @property
+    def combine(self) -> CombineConfig | None:
+        """The pass between the two; where no sequence has three segments nothing is to combine."""
+        if self.first is None or self.combine_args[0] < (3 if self.schedule is None else 2):
+            return None
+        return self.scan.combine
+
+    @property
+    def combine_args(self) -> tuple[int, int]:
+        """How many segments, and how many walks: see combine.py."""
+        if isinstance(self.shape, FixedPlan):
+            return self.shape.segments_each, self.shape.batch
+        return self.followed, -(-self.followed // 2)
+
+    @property
+    def configs(self) -> tuple:
+        """Everything to compile but the schedule, in the order of the launches."""
+        every = (self.prep, self.first, self.combine, self.scan)
+        return tuple(config for config in every if config is not None)
 
     @property
     def record_words(self) -> int:
         """Length of the int32 workspace between the kernels."""
-        return self.chunks * self.heads * Record(self.prep.K).bytes // 4
+        return self.shape.max_chunks * self.shape.heads * Record(self.prep.K).bytes // 4
+
+    @property
+    def segment_states(self) -> tuple[int, int, int, int]:
+        """Shape of the float32 workspace of segments; empty where sequences stay whole."""
+        scan, places = self.scan, self.shape.max_segments
+        return places if scan.segments else 0, self.shape.heads, scan.V + scan.K, scan.K
 
     @property
     def workspace_bytes(self) -> int:
         """Device memory that a call takes for its own use."""
         words = self.record_words + (self.schedule.workspace_words if self.schedule else 0)
-        return 4 * words
+        return 4 * (words + math.prod(self.segment_states))
 
 
 def kernel_plan(
@@ -68,12 +126,20 @@ def kernel_plan(
     mask: bool = False,
     checkpoints: torch.Tensor | None = None,
     varlen: bool,
+    segment_tokens: int | None = None,
+    sms: int,
 ) -> KernelPlan:
     """The kernels of such a call. Looks at shapes, strides and dtypes alone.
 
     Args:
         initial, final, checkpoints: V-first by shape, whatever their layout in memory.
+        segment_tokens: as `kda_prefill` takes it.
+        sms: multiprocessors of the GPU.
     """
+    if segment_tokens is None:
+        segment_chunks = suitable_segment(dims, sequences, varlen, sms)
+    else:
+        segment_chunks = segment_tokens // CHUNK if segment_tokens < dims.T else 0
     prep = PrepConfig(
         K=dims.K,
         io=NAMES[q.dtype],
@@ -95,12 +161,12 @@ def kernel_plan(
         mask=mask,
         checkpoints=_states(checkpoints),
         varlen=varlen,
+        segments="second" if segment_chunks else None,
     )
+    sizes = (CHUNK, dims.HV, scan.parts, segment_chunks)
     if varlen:
-        schedule = VarlenPlan(sequences, dims.T, CHUNK, dims.HV, scan.parts)
-        return KernelPlan(prep, scan, dims.HV, schedule.max_chunks, schedule.max_units, schedule)
-    fixed = FixedPlan(dims.B, dims.T, CHUNK, dims.HV, scan.parts)
-    return KernelPlan(prep, scan, dims.HV, fixed.max_chunks, fixed.max_units, None)
+        return KernelPlan(prep, scan, VarlenPlan(sequences, dims.T, *sizes))
+    return KernelPlan(prep, scan, FixedPlan(dims.B, dims.T, *sizes))
 
 
 def _states(x: torch.Tensor | None) -> States | None:

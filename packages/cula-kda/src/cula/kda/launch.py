@@ -36,6 +36,8 @@ class Launch:
 
     prep: Callable[..., None]
     scan: Callable[..., None]
+    first: Callable[..., None] | None
+    combine: Callable[..., None] | None
     schedule: Callable[..., None] | None
     plan: KernelPlan
     prep_blocks: int
@@ -71,21 +73,30 @@ class Launch:
             scale,
             self.lower_bound,
             chunks_at,
-            plan.chunks,
+            plan.shape.max_chunks,
             self.prep_blocks,
         )
+        given = (inputs.v, records, pool.initial)
+        indices = (pool.state_indices, None if pool.mask is None else pool.mask.view(torch.uint8))
+        numbers = (self.interval, plan.shape.device_segment_chunks)
+        segments = None
+        if self.first is not None:
+            segments = torch.empty(plan.segment_states, dtype=torch.float32, device=device)
+            self.first(
+                *given, None, *indices, None, segments, work, out, *numbers, plan.first_units
+            )
+        if self.combine is not None:
+            self.combine(segments, work, *plan.combine_args)
         self.scan(
-            inputs.v,
-            records,
-            pool.initial,
+            *given,
             pool.final,
-            pool.state_indices,
-            None if pool.mask is None else pool.mask.view(torch.uint8),
+            *indices,
             pool.checkpoints,
+            segments,
             work,
             out,
-            self.interval,
-            plan.units,
+            *numbers,
+            plan.shape.max_units,
         )
 
 
@@ -109,9 +120,26 @@ def launch_of(
     if plan.schedule is not None and cu_seqlens is not None:
         config = plan.schedule.config(8 * cu_seqlens.element_size())
         schedule = jit.compiled(config, KERNEL_ARCH)
-    prep, scan = (jit.compiled(config, KERNEL_ARCH) for config in (plan.prep, plan.scan))
-    prep_blocks = min(plan.chunks * plan.heads, PREP_BLOCKS_PER_SM * sm_count(device))
-    launch = Launch(prep, scan, schedule, plan, prep_blocks, interval or CHUNK, lower_bound or 0.0)
+
+    def compiled(config):
+        return None if config is None else jit.compiled(config, KERNEL_ARCH)
+
+    prep, first, combine, scan = map(compiled, (plan.prep, plan.first, plan.combine, plan.scan))
+    assert prep is not None and scan is not None
+    prep_blocks = min(
+        plan.shape.max_chunks * plan.shape.heads, PREP_BLOCKS_PER_SM * sm_count(device)
+    )
+    launch = Launch(
+        prep,
+        scan,
+        first,
+        combine,
+        schedule,
+        plan,
+        prep_blocks,
+        interval or CHUNK,
+        lower_bound or 0.0,
+    )
     return _on_device(launch, device) if torch.cuda.device_count() > 1 else launch
 
 

@@ -36,6 +36,7 @@ def kda_prefill(
     allow_neg_eigval: bool = False,
     checkpoints: torch.Tensor | None = None,
     checkpoint_interval: int | None = None,
+    segment_tokens: int | None = None,
     out: torch.Tensor | None = None,
     backend: str = "auto",
     validate: bool = False,
@@ -74,6 +75,10 @@ def kda_prefill(
             token s of the flattened batch (``cu_seqlens[n]``, or ``n * T``) lie in order from row
             ``s // checkpoint_interval`` on; other rows are left alone.
         checkpoint_interval: a multiple of 64 tokens.
+        segment_tokens: our kernels cut longer sequences into segments of so many tokens, a multiple
+            of 64, which run side by side: for few heads and long sequences. Exact, but rounded in
+            another order. 0: sequences stay whole. None: decided by the shapes of the call. For one
+            value that is not None a sequence's bits depend on nothing else in the batch.
         out: ``[B, T, HV, V]`` of q's dtype, to write into.
         backend: "auto", or "cute", "fla", "reference" to insist.
         validate: copy cu_seqlens' values back from the GPU and check them.
@@ -109,6 +114,7 @@ def kda_prefill(
         allow_neg_eigval,
         checkpoints,
         checkpoint_interval,
+        segment_tokens,
         out,
         backend,
         validate,

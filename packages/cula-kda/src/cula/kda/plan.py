@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cula.common.arch import sm_count
 from cula.common.backends import Backend, choose_backend
 from cula.common.checks import (
     require,
@@ -19,6 +20,7 @@ from cula.common.pool import require_checkpoints, require_pool
 from cula.kda import fla_fallback
 from cula.kda.kernel_plan import KernelPlan, kernel_plan, no_kernel
 from cula.kda.reference import KdaForm
+from cula.kda.sm90.config import CHUNK
 
 CHUNK_SIZES = (32, 64)
 
@@ -44,7 +46,10 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Device memory that our kernels take for this call; about 1 KB a token and value head."""
+        """Device memory that our kernels take for this call; about 1 KB a token and value head.
+
+        At most twice as much where the plan cuts sequences along time.
+        """
         return 0 if self.kernels is None else self.kernels.workspace_bytes
 
     @property
@@ -91,6 +96,7 @@ def plan_prefill(
     allow_neg_eigval: bool = False,
     checkpoints: torch.Tensor | None = None,
     checkpoint_interval: int | None = None,
+    segment_tokens: int | None = None,
     out: torch.Tensor | None = None,
     backend: str = "auto",
     validate: bool = False,
@@ -101,6 +107,12 @@ def plan_prefill(
     sizes = {"heads": dims.HV, "key_dim": dims.K, "value_dim": dims.V, "device": q.device}
     require_pool(state, state_indices, has_initial_state, sequences=sequences, **sizes)
     require_checkpoints(checkpoints, checkpoint_interval, tokens=dims.B * dims.T, **sizes)
+    require(
+        segment_tokens is None or (segment_tokens >= 0 and segment_tokens % CHUNK == 0),
+        "segment_tokens",
+        segment_tokens,
+        f"must be None or a multiple of {CHUNK}, 0 included",
+    )
     if out is not None:
         require_tensor(
             "out", out, shape=v.shape, dims="[B, T, HV, V]", dtypes=(q.dtype,), device=q.device
@@ -136,6 +148,8 @@ def plan_prefill(
             mask=has_initial_state is not None,
             checkpoints=checkpoints,
             varlen=cu_seqlens is not None,
+            segment_tokens=segment_tokens,
+            sms=sm_count(q.device),
         )
     return Plan(
         "kda_prefill",
@@ -250,6 +264,7 @@ def plan_chunk(
             initial=initial,
             final=final,
             varlen=cu_seqlens is not None,
+            sms=sm_count(q.device),
         )
     return Plan(
         "chunk_kda",

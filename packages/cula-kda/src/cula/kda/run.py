@@ -36,6 +36,7 @@ def _prefill(
     allow_neg_eigval: bool,
     checkpoints: torch.Tensor | None,
     checkpoint_interval: int | None,
+    segment_tokens: int | None,
     out: torch.Tensor,
     backend: str,
     validate: bool,
@@ -43,7 +44,7 @@ def _prefill(
     form = (lower_bound, use_gate_in_kernel, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel)
     inputs = KdaInputs(q, k, v, g, beta, A_log, dt_bias)
     pool = launch.Pool(state, state, state_indices, has_initial_state, checkpoints)
-    options = (*form, allow_neg_eigval, checkpoint_interval, backend)
+    options = (*form, allow_neg_eigval, checkpoint_interval, segment_tokens, backend)
     key = None if validate else _key("kda_prefill", inputs, pool, cu_seqlens, options)
     if _again(key, inputs, pool, cu_seqlens, out, scale):
         return
@@ -67,6 +68,7 @@ def _prefill(
         allow_neg_eigval=allow_neg_eigval,
         checkpoints=checkpoints,
         checkpoint_interval=checkpoint_interval,
+        segment_tokens=segment_tokens,
         out=out,
         backend=backend,
         validate=validate,

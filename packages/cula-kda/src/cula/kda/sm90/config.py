@@ -3,10 +3,13 @@
 No import of cutlass: a cached kernel needs none.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 CHUNK = 64  # tokens a chunk
 PART = 64  # value channels that one block of the scan holds the state of
+SLICE = 8  # value channels of a state that one block of the combination holds
+SHARE_WHOLE = False  # whether blocks of whole sequences load records together, too: not measured
 BLOCK = 16  # tokens whose decays one warp of the preparation multiplies up
 PREP_BLOCKS_PER_SM = 3  # blocks of the preparation that run at once
 
@@ -114,6 +117,8 @@ class ScanConfig:
     mask: has_initial_state is given.
     checkpoints: states kept along the way.
     varlen: as in PrepConfig.
+    segments: None: sequences are whole. Where they are cut along time, the pass: "first" finds what
+        each segment does to a state, "second" is the scan from the states before segments.
     """
 
     K: int
@@ -125,13 +130,58 @@ class ScanConfig:
     mask: bool = False
     checkpoints: States | None = None
     varlen: bool = False
+    segments: Literal["first", "second"] | None = None
 
     @property
     def parts(self) -> int:
         """Blocks that share a head."""
         return self.V // PART
 
+    @property
+    def cluster(self) -> int:
+        """Blocks that load each record together: those of a head; see DESIGN.md, Segments."""
+        together = SHARE_WHOLE if self.segments is None else self.segments == "second"
+        return self.parts if together else 1
+
+    @property
+    def pairs(self) -> int:
+        """Blocks of the first pass that share a head: each takes 128 of V + K channels."""
+        return -(-(self.V + self.K) // (2 * PART))
+
+    @property
+    def first_pass(self) -> "ScanConfig":
+        """What goes before a "second" pass."""
+        return replace(self, segments="first", final=None, checkpoints=None)
+
+    @property
+    def combine(self) -> "CombineConfig":
+        """What goes between the two."""
+        return CombineConfig(self.K, self.V, self.varlen)
+
     def kernel(self):
+        if self.segments == "first":
+            from cula.kda.sm90.segments import KdaSegments
+
+            return KdaSegments(self)
         from cula.kda.sm90.scan import KdaScan
 
         return KdaScan(self)
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    """The compile key of the kernel that makes states of what segments do; as in ScanConfig."""
+
+    K: int
+    V: int
+    varlen: bool
+
+    @property
+    def slices(self) -> int:
+        """Blocks that share a head."""
+        return self.V // SLICE
+
+    def kernel(self):
+        from cula.kda.sm90.combine import KdaCombine
+
+        return KdaCombine(self)

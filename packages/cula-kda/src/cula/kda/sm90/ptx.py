@@ -104,11 +104,15 @@ def store_global(address, offset: int, words) -> None:
     _instruction(text, "", [address, *words], "lrrrr", effects=True)
 
 
-def copy_to_shared(shared, source, size: int, barrier) -> None:
-    """Starts a copy of `size` bytes to shared memory, by one thread; completes on `barrier`."""
+def copy_to_shared(shared, source, size: int, barrier, blocks: int = 1) -> None:
+    """Starts a copy of `size` bytes to shared memory, by one thread; completes on `barrier`.
+
+    With several blocks: to the same places of the cluster's first so many, and on their barriers.
+    """
+    form, mask = ("", "") if blocks == 1 else (".multicast::cluster", f", {2**blocks - 1}")
     text = (
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-        f"[$0], [$1], {size}, [$2];"
+        f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{form} "
+        f"[$0], [$1], {size}, [$2]{mask};"
     )
     _instruction(text, "", [shared, source, barrier], "rlr", effects=True)
 

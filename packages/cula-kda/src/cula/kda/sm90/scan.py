@@ -11,11 +11,11 @@ Shared:   stages of a record (64.5 KB at K = 128) and v (8 KB), one buffer of o 
           three stages.
 Registers: S 64, what is added to it 64, its rounded copy 32, O 32, X and V' 16 each, v and o 16
           each, of which S, its copy and O always live.
+Segments: where sequences are cut along time (config.segments), this is the last of three passes, a
+          unit is a segment, and the state before it lies in a workspace (segments.py, combine.py).
 Bytes:    1,032 a token and head of records (for both halves of V, the second from L2), v, o 512.
 Floor:    those bytes at the memory's copy rate.
 """
-
-from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -32,28 +32,66 @@ from cula.common.varlen.device import (
     read_segment,
     store4,
     unit_coords,
+    where,
 )
 from cula.kda.sm90 import ptx
 from cula.kda.sm90.config import CHUNK, PART, Record
 from cula.kda.sm90.layouts import columns_layout, rows_layout
+from cula.kda.sm90.scan_block import (
+    Unit,
+    chunk_copies,
+    columns_from,
+    segment_states,
+    shared_memory,
+)
 from cula.kda.sm90.scan_state import scan_state
-from cula.kda.sm90.states import DTYPES, StatesInMemory, head_state, slot_of
+from cula.kda.sm90.states import (
+    DTYPES,
+    SEGMENT_STATES,
+    StatesInMemory,
+    head_state,
+    slot_of,
+)
 
 IO = {"bf16": BFloat16, "fp16": Float16}
 SHARED = 226 * 1024
+LOADING_REGISTERS, STATE_REGISTERS = 24, 240  # a thread, where two warpgroups compute
 WHOLE = 2**31 - 1  # chunks a segment: sequences are not cut
 
 
 class KdaScan:
-    """Host launch and device code; `config` (config.py) is everything known when compiling."""
+    """Host launch and device code; `config` (config.py) is everything known when compiling.
+
+    groups: state warpgroups of a block. outputs: whether it makes outputs, or states alone.
+    """
+
+    groups = 1
+    outputs = True
 
     def __init__(self, config):
         self.config = config
         self.io = IO[config.io]
         self.record = Record(config.K)
+        self.parts = config.parts
+        self.cluster = config.cluster
         self.value_bytes = 2 * CHUNK * PART
-        self.stage_bytes = self.record.bytes + self.value_bytes
-        self.stages = min(4, (SHARED - self.value_bytes) // self.stage_bytes)
+        self.record_bytes = sum(size for _, _, size in self.pieces())
+        free = SHARED - (self.value_bytes if self.outputs else 0)
+        stage_bytes = self.record_bytes + self.groups * self.value_bytes
+        self.stages = min(4, free // stage_bytes)
+
+    def pieces(self) -> list[tuple[str, int, int]]:
+        """What of a record is loaded: name, first byte, bytes."""
+        record = self.record
+        pieces = [
+            ("kg", record.kg, record.rows),
+            ("qg", record.qg, record.rows),
+            ("kr", record.kr, record.rows),
+            ("t", record.t, record.square),
+            ("aqk", record.aqk, record.square),
+            ("decay", record.decay, 4 * record.K),
+        ]
+        return [x for x in pieces if self.outputs or x[0] not in ("qg", "aqk")]
 
     # ------------------------------------------------------------------ host
     def fake_args(self) -> tuple:
@@ -76,6 +114,8 @@ class KdaScan:
             shape = (cute.sym_int(), HV, c.V, c.K)
             return make_fake_tensor(DTYPES[kind.dtype], shape, (*outer, *inner), assumed_align=16)
 
+        segments = None if c.segments is None else segment_states(c, HV)
+
         def vector_of(dtype, present=True, align=None):
             if not present:
                 return None
@@ -90,8 +130,10 @@ class KdaScan:
             None if index is None else vector_of(DTYPES[index]),
             vector_of(cutlass.Uint8, c.mask),
             states(c.checkpoints),
+            segments,
             vector_of(Int32, c.varlen, 16),
             tokens(),
+            Int32(1),
             Int32(1),
             Int32(1),
             make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -107,9 +149,11 @@ class KdaScan:
         mIndex: cute.Tensor | None,  # (N)
         mMask: cute.Tensor | None,  # (N)
         mMarks: cute.Tensor | None,  # (rows, HV, V, K), states along the way
+        mSegments: cute.Tensor | None,  # (segments, HV, V + K, K): segments.py
         mWork: cute.Tensor | None,  # the schedule's workspace
         mO: cute.Tensor,  # (B, T, HV, V)
         interval: Int32,  # tokens between checkpoints
+        segment_chunks: Int32,  # chunks a segment, of equal lengths
         units: Int32,
         stream: cuda.CUstream,
     ):
@@ -117,8 +161,7 @@ class KdaScan:
         lK = rows_layout(CHUNK, c.K, self.stages, Float16)
         lSquare = rows_layout(CHUNK, CHUNK, self.stages, Float16)
         lKr = columns_layout(c.K, CHUNK, self.stages, Float16)
-        lV = columns_layout(PART, CHUNK, self.stages, self.io)
-        lO = columns_layout(PART, CHUNK, 1, self.io)
+        lV = columns_layout(PART, CHUNK, self.stages * self.groups, self.io)
 
         def columns(t):  # (channel, token, head, b)
             return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 1, 2, 0]))
@@ -128,35 +171,47 @@ class KdaScan:
 
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         aV, tV = cpasync.make_tiled_tma_atom(load, columns(mV), one(lV), (PART, CHUNK))
-        aO, tO = cpasync.make_tiled_tma_atom(store, columns(mO), one(lO), (PART, CHUNK))
-
-        def tile(layout, dtype):
-            return cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout)], 1024]
-
-        @cute.struct
-        class Shared:
-            full: cute.struct.MemRange[Int64, self.stages]
-            empty: cute.struct.MemRange[Int64, self.stages]
-            decay: cute.struct.Align[cute.struct.MemRange[Float32, c.K * self.stages], 16]
-            kg: tile(lK, Float16)
-            qg: tile(lK, Float16)
-            kr: tile(lKr, Float16)
-            t: tile(lSquare, Float16)
-            aqk: tile(lSquare, Float16)
-            v: tile(lV, self.io)
-            o: tile(lO, self.io)
-
-        self.Shared = Shared
+        aO, tO, lO = None, None, None
+        if cutlass.const_expr(self.outputs):
+            lO = columns_layout(PART, CHUNK, 1, self.io)
+            aO, tO = cpasync.make_tiled_tma_atom(store, columns(mO), one(lO), (PART, CHUNK))
+        self.Shared = self.shared_struct(lK, lSquare, lKr, lV, lO)
         self.kernel(
             aV, tV, aO, tO, lK, lSquare, lKr, lV, lO,
-            mRecords, mInitial, mFinal, mIndex, mMask, mMarks, mWork, mO, interval,
+            mRecords, mInitial, mFinal, mIndex, mMask, mMarks, mSegments, mWork, mO, interval,
+            segment_chunks,
         ).launch(
             grid=[units, 1, 1],
-            block=[256, 1, 1],
+            block=[128 + 128 * self.groups, 1, 1],
+            cluster=[self.cluster, 1, 1] if self.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
         )  # fmt: skip
+
+    def shared_struct(self, lK, lSquare, lKr, lV, lO):
+        """The block's shared memory: what of SharedMemory it has."""
+        tiles = {
+            "kg": (lK, Float16),
+            "qg": (lK, Float16),
+            "kr": (lKr, Float16),
+            "t": (lSquare, Float16),
+            "aqk": (lSquare, Float16),
+        }
+        loaded = [name for name, _, _ in self.pieces() if name in tiles]
+        tiles = {name: tiles[name] for name in loaded} | {"v": (lV, self.io)}
+        if self.outputs:
+            tiles["o"] = (lO, self.io)
+        fields = {
+            "full": cute.struct.MemRange[Int64, self.stages],
+            "empty": cute.struct.MemRange[Int64, self.stages],
+            "decay": cute.struct.Align[
+                cute.struct.MemRange[Float32, self.config.K * self.stages], 16
+            ],
+        }
+        for name, (layout, dtype) in tiles.items():
+            fields[name] = cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout)], 1024]
+        return cute.struct(type("Shared", (), {"__annotations__": fields}))
 
     # ------------------------------------------------------------------ device
     @cute.kernel
@@ -164,68 +219,89 @@ class KdaScan:
         self,
         aV: cute.CopyAtom,
         tV: cute.Tensor,
-        aO: cute.CopyAtom,
-        tO: cute.Tensor,
+        aO: cute.CopyAtom | None,
+        tO: cute.Tensor | None,
         lK: cute.ComposedLayout,
         lSquare: cute.ComposedLayout,
         lKr: cute.ComposedLayout,
         lV: cute.ComposedLayout,
-        lO: cute.ComposedLayout,
+        lO: cute.ComposedLayout | None,
         mRecords: cute.Tensor,
         mInitial: cute.Tensor | None,
         mFinal: cute.Tensor | None,
         mIndex: cute.Tensor | None,
         mMask: cute.Tensor | None,
         mMarks: cute.Tensor | None,
+        mSegments: cute.Tensor | None,
         mWork: cute.Tensor | None,
         mO: cute.Tensor,
         interval: Int32,
+        segment_chunks: Int32,
     ):
+        if cutlass.const_expr(self.config.segments == "first"):
+            cute.arch.griddepcontrol_launch_dependents()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = SmemAllocator().allocate(self.Shared)
-        shared = SharedMemory(
-            full=storage.full.data_ptr(),
-            empty=storage.empty.data_ptr(),
-            decay=storage.decay.data_ptr(),
-            kg=storage.kg.get_tensor(lK.outer, swizzle=lK.inner),
-            qg=storage.qg.get_tensor(lK.outer, swizzle=lK.inner),
-            kr=storage.kr.get_tensor(lKr.outer, swizzle=lKr.inner),
-            t=storage.t.get_tensor(lSquare.outer, swizzle=lSquare.inner),
-            aqk=storage.aqk.get_tensor(lSquare.outer, swizzle=lSquare.inner),
-            v=storage.v.get_tensor(lV.outer, swizzle=lV.inner),
-            o=storage.o.get_tensor(lO.outer, swizzle=lO.inner),
-            starts=tuple(
-                Int32(x.data_ptr().toint())
-                for x in (storage.kg, storage.qg, storage.kr, storage.t, storage.aqk)
-            ),
-            o_start=storage.o.data_ptr(),
-        )
+        tiles = {"kg": lK, "qg": lK, "kr": lKr, "t": lSquare, "aqk": lSquare, "v": lV, "o": lO}
+        shared = shared_memory(storage, tiles)
         if warp == 0:
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(shared.full + s, 1)
-                    cute.arch.mbarrier_init(shared.empty + s, 4)
+                    cute.arch.mbarrier_init(shared.empty + s, 4 * self.groups * self.cluster)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        self.meet()
         # launched before the records are complete: nothing may be read before this
         cute.arch.griddepcontrol_wait()
 
+        unit = self.unit(mO, mWork, segment_chunks)
+        states = StatesInMemory(mInitial, mFinal, mIndex, mMask, mMarks, mSegments, interval)
+        if cutlass.const_expr(self.groups == 1):
+            if self.used(warp == 0, unit):
+                self.load(aV, tV, shared, mRecords, unit, mO.shape[2])
+            if self.used(warp >= 4, unit):
+                self.scan(aO, tO, shared, states, unit, mO)
+        elif warp < 4:
+            cute.arch.setmaxregister_decrease(LOADING_REGISTERS)
+            if self.used(warp == 0, unit):
+                self.load(aV, tV, shared, mRecords, unit, mO.shape[2])
+        else:
+            cute.arch.setmaxregister_increase(STATE_REGISTERS)
+            if self.used(warp >= 4, unit):
+                self.scan(aO, tO, shared, states, unit, mO)
+        if cutlass.const_expr(self.cluster > 1):
+            self.meet()  # the other block may still release stages of both
+
+    def unit(self, mO, mWork, segment_chunks):
+        """What this block works on."""
         B, T, heads = mO.shape[0], mO.shape[1], mO.shape[2]
-        index, head, part = unit_coords(Int32(cute.arch.block_idx()[0]), heads, self.config.parts)
-        if cutlass.const_expr(mWork is None):
-            row = fixed_segment(index, B, T, CHUNK, WHOLE)
+        cut = self.config.segments is not None
+        index, head, part = unit_coords(Int32(cute.arch.block_idx()[0]), heads, self.parts)
+        if mWork is None:
+            row = fixed_segment(index, B, T, CHUNK, segment_chunks if cut else WHOLE)
             b = row.sequence
             first = row.begin - b * T
         else:
             row = read_segment(mWork.iterator, index)
             b = Int32(0)
             first = row.begin
-        unit = Unit(row.sequence, head, part, b, first, row.end - row.begin, row.chunk, row.start)
-        if warp == 0:
-            self.load(aV, tV, shared, mRecords, unit, heads)
-        if warp >= 4:
-            states = StatesInMemory(mInitial, mFinal, mIndex, mMask, mMarks, interval)
-            self.scan(aO, tO, shared, states, unit, mO)
+        before = row.begin - row.start if cut else 0
+        return Unit(
+            row.sequence, head, part, b, first, row.end - row.begin, row.chunk, row.start, before,
+            row.segment, row.segments, row.first,
+        )  # fmt: skip
+
+    def used(self, here, unit):
+        """Whether to work here. Segments are fewer than their bound: unused rows hold -1."""
+        return here if self.config.segments is None else here & (unit.n >= 0)
+
+    def meet(self):
+        """All threads of the cluster."""
+        if self.cluster == 1:
+            cute.arch.sync_threads()
+        else:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     # ------------------------------------------------------------------ loads
     @cute.jit
@@ -240,15 +316,6 @@ class KdaScan:
     ):
         """The load warp: keeps the stages filled."""
         stages, record = self.stages, self.record
-        pieces = (
-            (record.kg, record.rows),
-            (record.qg, record.rows),
-            (record.kr, record.rows),
-            (record.t, record.square),
-            (record.aqk, record.square),
-            (record.decay, 4 * self.config.K),
-        )
-        starts = (*shared.starts, Int32(shared.decay.toint()))
         sV, gV = chunk_copies(aV, columns_from(tV, unit), shared.v)
         for i in cutlass.range(ceil_div(unit.tokens, CHUNK), unroll=1):
             s = i % stages
@@ -257,11 +324,38 @@ class KdaScan:
             number = Int64(unit.chunk + i) * Int64(heads) + Int64(unit.head)
             source = Int64(mRecords.iterator.toint()) + number * Int64(record.bytes)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes)
-                barrier = Int32(full.toint())
-                for start, (offset, size) in zip(starts, pieces, strict=True):
-                    ptx.copy_to_shared(start + s * size, source + Int64(offset), size, barrier)
-            cute.copy(aV, gV[(None, unit.part, i)], sV[(None, s)], tma_bar_ptr=full)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes(unit))
+                if cutlass.const_expr(self.cluster == 1):
+                    self.copy(self.pieces(), shared, source, s, full)
+                elif unit.part == 0:
+                    self.copy(self.pieces()[::2], shared, source, s, full)
+                else:
+                    self.copy(self.pieces()[1::2], shared, source, s, full)
+            self.load_values(aV, gV, sV, unit, i, s, full)
+
+    def copy(self, pieces, shared, source, s, full):
+        """Starts copies of a record's pieces into stage s, of all blocks of the cluster."""
+        for name, offset, size in pieces:
+            start = shared.starts[name] + s * size
+            barrier = Int32(full.toint())
+            ptx.copy_to_shared(start, source + Int64(offset), size, barrier, blocks=self.cluster)
+
+    def stage_bytes(self, unit):
+        """What arrives in a stage."""
+        return self.record_bytes + self.value_bytes
+
+    @cute.jit
+    def load_values(self, aV: cute.CopyAtom, gV, sV, unit, i: Int32, s: Int32, full: cute.Pointer):
+        """Values of chunk i into stage s."""
+        cute.copy(aV, gV[(None, unit.part, i)], sV[(None, s)], tma_bar_ptr=full)
+
+    def release(self, empty):
+        """Tells all that fill this stage, here and in the other block, that a warp is done."""
+        if self.cluster == 1:
+            cute.arch.mbarrier_arrive(empty)
+        else:
+            for block in range(self.cluster):
+                cute.arch.mbarrier_arrive(empty, block)
 
     # ------------------------------------------------------------------ computes
     @cute.jit
@@ -307,7 +401,7 @@ class KdaScan:
             if i > 0:
                 self.store_output(g, thread)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(shared.empty + (i - 1) % stages)
+                    self.release(shared.empty + (i - 1) % stages)
                 if thread < 32:
                     cute.copy(aO, sO[(None, 0)], gO[(None, unit.part, i - 1)])
                     cute.arch.cp_async_bulk_commit_group()
@@ -375,88 +469,61 @@ class KdaScan:
     # ------------------------------------------------------------------ states
     @cute.jit
     def load_state(self, states, unit, thread: Int32, S: cute.Tensor):
+        """The state before the unit's tokens."""
         S.fill(0.0)
+        if cutlass.const_expr(self.config.segments is None):
+            self.load_initial(states, unit, unit.part, thread, S)
+        else:
+            # A first segment's initial state was copied: the slot may already hold the final one.
+            alone = unit.segments == 1
+            if cutlass.const_expr(self.config.initial is None):
+                alone = unit.segment == 0
+            if alone:
+                self.load_initial(states, unit, unit.part, thread, S)
+            else:
+                place = where(unit.segment == 0, unit.segments, unit.segment) - 1
+                self.segment_state(states, unit, place, unit.part, thread).load(S)
+
+    @cute.jit
+    def load_initial(self, states, unit, part: Int32, thread: Int32, S: cute.Tensor):
+        """The state that the sequence starts from, if it has one."""
         if cutlass.const_expr(self.config.initial is not None):
             slot = slot_of(states, unit.n, states.initial.shape[0])
             if cutlass.const_expr(states.mask is not None):
                 if states.mask[unit.n] == 0:
                     slot = Int64(-1)
             if slot >= 0:
-                self.in_memory(states.initial, self.config.initial, slot, unit, thread).load(S)
+                kind = self.config.initial
+                self.in_memory(states.initial, kind, slot, unit, part, thread).load(S)
 
     @cute.jit
     def store_state(self, states, unit, thread: Int32, g):
         if cutlass.const_expr(self.config.final is not None):
             slot = slot_of(states, unit.n, states.final.shape[0])
+            if cutlass.const_expr(self.config.segments is not None):
+                if unit.segment + 1 < unit.segments:
+                    slot = Int64(-1)
             if slot >= 0:
-                place = self.in_memory(states.final, self.config.final, slot, unit, thread)
+                place = self.in_memory(
+                    states.final, self.config.final, slot, unit, unit.part, thread
+                )
                 place.store(g.S, [g.units[2], g.units[3]])
 
     @cute.jit
     def keep_state(self, states, unit, chunks: Int32, thread: Int32, g):
         """A checkpoint, if one is due after so many chunks of the unit."""
-        done = chunks * CHUNK
-        if (done <= unit.tokens) & (done % states.interval == 0):
+        done = unit.before + chunks * CHUNK
+        if (chunks * CHUNK <= unit.tokens) & (done % states.interval == 0):
             row = Int64(unit.start // states.interval + done // states.interval - 1)
-            place = self.in_memory(states.marks, self.config.checkpoints, row, unit, thread)
+            kind = self.config.checkpoints
+            place = self.in_memory(states.marks, kind, row, unit, unit.part, thread)
             place.store(g.S, [g.units[2], g.units[3]])
 
-    def in_memory(self, tensor, kind, slot, unit, thread):
-        value = unit.part * PART
+    def in_memory(self, tensor, kind, slot, unit, part, thread):
+        value = part * PART
         return head_state(tensor, slot, unit.head, value, thread, self.config.K, kind.v_first)
 
-
-@dataclass(frozen=True)
-class Unit:
-    """What a block works on. chunk: the number of its first record's chunk over the batch.
-
-    b, first: where its tokens start: row of the batch, token. start: its first token in the
-    flattened batch.
-    """
-
-    n: Int32
-    head: Int32
-    part: Int32
-    b: Int32
-    first: Int32
-    tokens: Int32
-    chunk: Int32
-    start: Int32
-
-
-@dataclass(frozen=True)
-class SharedMemory:
-    """Barriers, decays, and the tiles (last mode: stage).
-
-    starts: addresses of kg, qg, kr, t, aqk.
-    """
-
-    full: cute.Pointer
-    empty: cute.Pointer
-    decay: cute.Pointer
-    kg: cute.Tensor
-    qg: cute.Tensor
-    kr: cute.Tensor
-    t: cute.Tensor
-    aqk: cute.Tensor
-    v: cute.Tensor
-    o: cute.Tensor
-    starts: tuple
-    o_start: cute.Pointer
-
-
-def columns_from(tensor, unit):
-    """Chunks (channel, token, part, number) of the unit's tokens."""
-    tokens = cute.domain_offset((0, unit.first), tensor[None, None, unit.head, unit.b])
-    return cute.local_tile(tokens, (PART, CHUNK), (None, None))
-
-
-def chunk_copies(atom, tiles, buffers):
-    """A TMA copy's view of (shared buffers, global tiles)."""
-    return cpasync.tma_partition(
-        atom,
-        0,
-        cute.make_layout(1),
-        cute.group_modes(buffers, 0, 2),
-        cute.group_modes(tiles, 0, 2),
-    )
+    def segment_state(self, states, unit, segment, part, thread):
+        """64 rows of a segment of the unit's sequence in the workspace."""
+        place = unit.places + segment
+        return self.in_memory(states.segments, SEGMENT_STATES, place, unit, part, thread)

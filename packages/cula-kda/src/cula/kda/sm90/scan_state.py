@@ -30,6 +30,7 @@ class ScanState:
 
     kg, qg, t, aqk, kr: descriptors of the record's tiles. S .. D: accumulators. s_operand,
     x_operand, v_operand: the same rounded, as (fragments, in the accumulator's order).
+    qg, aqk, O, copy_o: None where there are no outputs.
     units: 1 / unit of the thread's two rows, then the units.
     """
 
@@ -39,27 +40,28 @@ class ScanState:
     tokens: Product
     states: Product
     kg: cute.Tensor
-    qg: cute.Tensor
+    qg: cute.Tensor | None
     t: cute.Tensor
-    aqk: cute.Tensor
+    aqk: cute.Tensor | None
     kr: cute.Tensor
     S: cute.Tensor
     X: cute.Tensor
     V: cute.Tensor
-    O: cute.Tensor
+    O: cute.Tensor | None
     D: cute.Tensor
     s_operand: tuple
     x_operand: tuple
     v_operand: tuple
     copy_v: tuple
-    copy_o: tuple
+    copy_o: tuple | None
     units: cute.Tensor
 
     # ---------------------------------------------------------------- products
     def issue_past(self, stage):
         """X = S^T (K e^G)^T and O = S^T (Q e^G)^T."""
         self.tokens.issue(self.X, self.s_operand[0], self.kg, stage)
-        self.tokens.issue(self.O, self.s_operand[0], self.qg, stage)
+        if self.O is not None:
+            self.tokens.issue(self.O, self.s_operand[0], self.qg, stage)
 
     def issue_values(self, stage):
         """V'^T = X^T T^T."""
@@ -68,13 +70,17 @@ class ScanState:
     def issue_present(self, stage):
         """What the chunk adds to the state; then O += V'^T Aqk^T."""
         self.states.issue(self.D, self.v_operand[0], self.kr, stage)
-        self.tokens.issue(self.O, self.v_operand[0], self.aqk, stage, add=True)
+        if self.O is not None:
+            self.tokens.issue(self.O, self.v_operand[0], self.aqk, stage, add=True)
 
     # ---------------------------------------------------------------- register work
     def load_values(self, stage):
         """V^T of a chunk."""
         copy, source, target, _ = self.copy_v
         cute.copy(copy, source[(None, None, None, stage)], target)
+
+    def no_values(self):
+        self.copy_v[3].fill(0.0)
 
     def clear_values(self, tokens):
         """Zeros the tokens that are not the sequence's."""
@@ -186,19 +192,25 @@ class ScanState:
 
 
 def scan_state(shared, config, dtype, thread) -> ScanState:
-    """`shared`: the block's tiles (scan.SharedMemory); dtype: of v and o."""
+    """`shared`: the block's tiles (scan_block.SharedMemory); dtype: of v and o."""
+    outputs = shared.o is not None
     tokens = Product(CHUNK, Float16)
     states = Product(config.K, Float16, b_mn_major=True)
     S, D = states.accumulator(thread), states.accumulator(thread)
-    X, V, O = (tokens.accumulator(thread) for _ in range(3))
-    raw, rounded = (cute.make_rmem_tensor_like(O.layout, dtype) for _ in range(2))
+    X, V = (tokens.accumulator(thread) for _ in range(2))
+    O = tokens.accumulator(thread) if outputs else None
+    raw = cute.make_rmem_tensor_like(X.layout, dtype)
     copy_v = cute.make_tiled_copy_C(
         cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), dtype), tokens.adding
     )
-    copy_o = cute.make_tiled_copy_C(
-        cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), dtype), tokens.adding
-    )
-    to_v, to_o = copy_v.get_slice(thread), copy_o.get_slice(thread)
+    to_v, out = copy_v.get_slice(thread), None
+    if outputs:
+        copy_o = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), dtype), tokens.adding
+        )
+        rounded = cute.make_rmem_tensor_like(O.layout, dtype)
+        to_o = copy_o.get_slice(thread)
+        out = (copy_o, to_o.retile(rounded), to_o.partition_D(shared.o), rounded)
     return ScanState(
         key_dim=config.K,
         thread=thread,
@@ -206,9 +218,9 @@ def scan_state(shared, config, dtype, thread) -> ScanState:
         tokens=tokens,
         states=states,
         kg=tokens.operand(thread, shared.kg),
-        qg=tokens.operand(thread, shared.qg),
+        qg=tokens.operand(thread, shared.qg) if outputs else None,
         t=tokens.operand(thread, shared.t),
-        aqk=tokens.operand(thread, shared.aqk),
+        aqk=tokens.operand(thread, shared.aqk) if outputs else None,
         kr=states.operand(thread, shared.kr),
         S=S,
         X=X,
@@ -219,6 +231,6 @@ def scan_state(shared, config, dtype, thread) -> ScanState:
         x_operand=tokens.registers(X),
         v_operand=tokens.registers(V),
         copy_v=(copy_v, to_v.partition_S(shared.v), to_v.retile(raw), raw),
-        copy_o=(copy_o, to_o.retile(rounded), to_o.partition_D(shared.o), rounded),
+        copy_o=out,
         units=cute.make_rmem_tensor(4, Float32),
     )

@@ -11,7 +11,9 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cutlass_dsl import select_
 
 from cula.common.cute import vector
+from cula.kda.sm90.config import States
 
+SEGMENT_STATES = States("fp32", True)
 DTYPES = {"fp32": Float32, "bf16": BFloat16, "int32": Int32, "int64": Int64}
 
 
@@ -24,6 +26,7 @@ class StatesInMemory:
     index: cute.Tensor | None  # (N)
     mask: cute.Tensor | None  # (N)
     marks: cute.Tensor | None  # (rows, HV, V, K)
+    segments: cute.Tensor | None  # (segments, HV, V + K, K): segments.py
     interval: Int32
 
 

@@ -1,0 +1,97 @@
+"""What a block of the scan, or of the first pass of segments, works on and holds."""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_tensor
+
+from cula.kda.sm90.config import CHUNK, PART
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a block works on. chunk: the number of its first record's chunk over the batch.
+
+    b, first: where its tokens start: row of the batch, token. start: its sequence's first token in
+    the flattened batch. before: tokens of the sequence before the unit's. segment, segments: its
+    place among the sequence's. places: of the sequence's segments in the workspace: the first.
+    """
+
+    n: Int32
+    head: Int32
+    part: Int32
+    b: Int32
+    first: Int32
+    tokens: Int32
+    chunk: Int32
+    start: Int32
+    before: Int32 | int
+    segment: Int32
+    segments: Int32
+    places: Int32
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Barriers, decays, and the tiles (last mode: stage); None for what a block lacks.
+
+    starts: addresses by name.
+    """
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    decay: cute.Pointer
+    kg: cute.Tensor
+    qg: cute.Tensor | None
+    kr: cute.Tensor
+    t: cute.Tensor
+    aqk: cute.Tensor | None
+    v: cute.Tensor
+    o: cute.Tensor | None
+    starts: dict
+    o_start: cute.Pointer | None
+
+
+def shared_memory(storage, tiles) -> SharedMemory:
+    """tiles: their layouts, by name."""
+    found, starts = {}, {"decay": Int32(storage.decay.data_ptr().toint())}
+    for name, layout in tiles.items():
+        place = getattr(storage, name, None)
+        found[name] = None
+        if place is not None:
+            found[name] = place.get_tensor(layout.outer, swizzle=layout.inner)
+            starts[name] = Int32(place.data_ptr().toint())
+    return SharedMemory(
+        full=storage.full.data_ptr(),
+        empty=storage.empty.data_ptr(),
+        decay=storage.decay.data_ptr(),
+        **found,
+        starts=starts,
+        o_start=storage.o.data_ptr() if found["o"] is not None else None,
+    )
+
+
+def columns_from(tensor, unit):
+    """Chunks (channel, token, part, number) of the unit's tokens."""
+    tokens = cute.domain_offset((0, unit.first), tensor[None, None, unit.head, unit.b])
+    return cute.local_tile(tokens, (PART, CHUNK), (None, None))
+
+
+def chunk_copies(atom, tiles, buffers):
+    """A TMA copy's view of (shared buffers, global tiles)."""
+    return cpasync.tma_partition(
+        atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(buffers, 0, 2),
+        cute.group_modes(tiles, 0, 2),
+    )
+
+
+def segment_states(config, HV):
+    """A stand-in for the workspace of segments."""
+    shape = (cute.sym_int(), HV, config.V + config.K, config.K)
+    strides = [cute.sym_int64(divisibility=8) for _ in range(2)]
+    return make_fake_tensor(Float32, shape, (*strides, config.K, 1), assumed_align=16)
