@@ -22,7 +22,7 @@ from cula.common.testing import assert_close, poisoned, same_bits  # noqa: E402
 from cula.common.varlen import build_schedule  # noqa: E402
 from cula.kda import chunk_kda, kda_prefill, launch, plan  # noqa: E402
 from cula.kda.cases import CASES, Case, kernel_configs_of, kernel_plan_of, make_inputs  # noqa: E402
-from cula.kda.kernel_plan import IO_DTYPES, KERNEL_DIMS  # noqa: E402
+from cula.kda.kernel_plan import IO_DTYPES, KERNEL_DIMS, KernelPlan  # noqa: E402
 
 ARCH = "sm_90a"
 TOLERANCE = 5e-3
@@ -74,7 +74,7 @@ def emulated(monkeypatch):
             patch.setattr(plan, "choose_backend", lambda *args, **options: "cute")
             patch.setattr(plan, "sm_count", lambda device: 132)
             patch.setattr(launch.jit, "compiled", get)
-            patch.setattr(launch, "sm_count", lambda device: 1)  # blocks take several chunks
+            patch.setattr(KernelPlan, "prep_blocks", 3)  # that take several chunks
             patch.setattr(launch, "_launches", {})
             yield seen
 

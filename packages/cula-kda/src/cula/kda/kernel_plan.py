@@ -14,6 +14,7 @@ from cula.kda.reference import KdaForm
 from cula.kda.segment_plan import suitable_segment
 from cula.kda.sm90.config import (
     CHUNK,
+    PREP_BLOCKS_PER_SM,
     CombineConfig,
     PrepConfig,
     Record,
@@ -41,12 +42,18 @@ NAMES = {
 class KernelPlan:
     """What a call's kernels are compiled for, and the sizes of their launches.
 
-    shape: bounds of chunks, segments and units, from shapes alone.
+    shape: bounds of chunks, segments and units, from shapes alone. sms: multiprocessors.
     """
 
     prep: PrepConfig
     scan: ScanConfig
     shape: FixedPlan | VarlenPlan
+    sms: int
+
+    @property
+    def prep_blocks(self) -> int:
+        """As many as run at once; they share the chunks."""
+        return min(self.shape.max_chunks * self.shape.heads, PREP_BLOCKS_PER_SM * self.sms)
 
     @property
     def schedule(self) -> VarlenPlan | None:
@@ -165,8 +172,8 @@ def kernel_plan(
     )
     sizes = (CHUNK, dims.HV, scan.parts, segment_chunks)
     if varlen:
-        return KernelPlan(prep, scan, VarlenPlan(sequences, dims.T, *sizes))
-    return KernelPlan(prep, scan, FixedPlan(dims.B, dims.T, *sizes))
+        return KernelPlan(prep, scan, VarlenPlan(sequences, dims.T, *sizes), sms)
+    return KernelPlan(prep, scan, FixedPlan(dims.B, dims.T, *sizes), sms)
 
 
 def _states(x: torch.Tensor | None) -> States | None:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from cula.common import jit
-from cula.common.arch import sm_count
 from cula.kda.kernel_plan import KERNEL_ARCH, KernelPlan, loadable_states
 from cula.kda.reference import KdaInputs
-from cula.kda.sm90.config import CHUNK, PREP_BLOCKS_PER_SM
+from cula.kda.sm90.config import CHUNK
 
 MAX_LAUNCHES = 4096  # one for each kind of call and batch size
 
@@ -40,7 +39,6 @@ class Launch:
     combine: Callable[..., None] | None
     schedule: Callable[..., None] | None
     plan: KernelPlan
-    prep_blocks: int
     interval: int
     lower_bound: float
 
@@ -74,7 +72,7 @@ class Launch:
             self.lower_bound,
             chunks_at,
             plan.shape.max_chunks,
-            self.prep_blocks,
+            plan.prep_blocks,
         )
         given = (inputs.v, records, pool.initial)
         indices = (pool.state_indices, None if pool.mask is None else pool.mask.view(torch.uint8))
@@ -126,9 +124,6 @@ def launch_of(
 
     prep, first, combine, scan = map(compiled, (plan.prep, plan.first, plan.combine, plan.scan))
     assert prep is not None and scan is not None
-    prep_blocks = min(
-        plan.shape.max_chunks * plan.shape.heads, PREP_BLOCKS_PER_SM * sm_count(device)
-    )
     launch = Launch(
         prep,
         scan,
@@ -136,7 +131,6 @@ def launch_of(
         combine,
         schedule,
         plan,
-        prep_blocks,
         interval or CHUNK,
         lower_bound or 0.0,
     )
