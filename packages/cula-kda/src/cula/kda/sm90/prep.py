@@ -46,6 +46,7 @@ from cula.kda.sm90.prep_gates import DTYPES, LEAST_RATE, GateReader, step_size
 from cula.kda.sm90.prep_inverse import COLUMN, invert_diagonal, write_column
 
 IO = {"bf16": BFloat16, "fp16": Float16}
+LAST = 3  # the warp that is the last to read the others' kb, and then loads gates there
 
 
 # Frozen: CuTe DSL lets dynamic loops read a frozen dataclass from outside.
@@ -83,7 +84,7 @@ class Place:
 class KdaPrep:
     """Host launch and device code; `config` (config.py) is everything known when compiling."""
 
-    allowed_spill_bytes = 64  # gates of 32 bits or without a bias; see DESIGN.md, Budgets
+    allowed_spill_bytes = 96  # softplus gates; see DESIGN.md, Budgets
 
     def __init__(self, config):
         self.config = config
@@ -250,7 +251,8 @@ class KdaPrep:
         )
         block, blocks = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
         self.load_keys(inputs, storage, warp, block)
-        self.load_gates(inputs, storage, warp, block)
+        if warp == LAST:
+            self.load_gates(inputs, storage, block)
         for i in cutlass.range(ceil_div(count - block, blocks), unroll=1):
             index = block + i * blocks
             place = self.place_of(inputs, index)
@@ -290,6 +292,7 @@ class KdaPrep:
         beta = Float32(0.0)
         if token < valid:
             beta = step_size(c.beta, self.given_beta(inputs.mBeta, place, 16 * warp + token))
+        bias = self.bias(inputs, place, 0, lane)
         gates = self.gates(inputs, me, lower_bound, place, warp, lane, valid)
         words = [] if self.gates_by_tma else gates.load(0)
 
@@ -312,10 +315,8 @@ class KdaPrep:
         for piece in cutlass.range_constexpr(pieces):
             if cutlass.const_expr(piece > 0 or self.gates_by_tma):
                 words = gates.load(piece)
-            bias = [Float32(0.0)] * 2
-            if cutlass.const_expr(c.bias):
-                at = place.head * c.K + (64 * piece + 2 * lane)
-                bias = [inputs.mBias[at], inputs.mBias[at + 1]]
+            if cutlass.const_expr(piece > 0):
+                bias = self.bias(inputs, place, piece, lane)
             decays, total = decay_products(gates.factors(words, bias))
             me.write_totals(piece, total)
             kb, q = me.normalised(piece)
@@ -357,16 +358,19 @@ class KdaPrep:
             me.multiply_earlier(0, kf, qf, aqk)
         if warp > 1:
             me.multiply_earlier(1, kf, qf, aqk)
-        if warp > 2:
+        cute.arch.fence_proxy("async.shared", space="cta")
+        if warp == LAST:
             me.multiply_earlier(2, kf, qf, aqk)
+            cute.arch.barrier(barrier_id=1, number_of_threads=128)
+            self.load_gates(inputs, storage, next_index)
+        else:
+            cute.arch.barrier_arrive(barrier_id=1, number_of_threads=128)
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(4):
             piece = ptx.load_shared(aqk + lane * 16, 512 * i, 4)
             ptx.store_global(rows + Int64(self.record.aqk) + Int64(lane * 16), 512 * i, piece)
         invert_diagonal(me)
-        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
-        self.load_gates(inputs, storage, warp, next_index)
         write_column(me, record + Int64(self.record.t))
 
     @cute.jit
@@ -383,16 +387,17 @@ class KdaPrep:
                 self.load_rows(inputs.q, storage.q, full, warp, place, key_head)
 
     @cute.jit
-    def load_gates(self, inputs, storage, warp: Int32, index: Int32):
-        """The same for gates of 16 bits: where the whole block has used up `back`."""
+    def load_gates(self, inputs, storage, index: Int32):
+        """The same for all warps' gates of 16 bits, over `back`, which the block has used up."""
         if cutlass.const_expr(self.gates_by_tma):
             if index < inputs.count:
                 place = self.place_of(inputs, index)
                 if place.there:
-                    full = storage.gates.data_ptr() + warp
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full, self.pieces * ROWS)
-                    self.load_rows(inputs.g, storage.back, full, warp, place, place.head)
+                    for warp in cutlass.range_constexpr(4):
+                        full = storage.gates.data_ptr() + warp
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(full, self.pieces * ROWS)
+                        self.load_rows(inputs.g, storage.back, full, warp, place, place.head)
 
     def load_rows(self, source: tuple, tile, full, warp: Int32, place, head: Int32) -> None:
         """Past the tensor's end TMA fills in zeros."""
@@ -441,6 +446,13 @@ class KdaPrep:
             + Int64(place.head) * Int64(mBeta.stride[2])
         )
         return Float32(cute.make_tensor(mBeta.iterator + at, cute.make_layout(1))[0])
+
+    def bias(self, inputs, place, piece: int, lane: Int32) -> list:
+        """Of the lane's two channels."""
+        if not self.config.bias:
+            return [Float32(0.0)] * 2
+        at = place.head * self.config.K + (64 * piece + 2 * lane)
+        return [inputs.mBias[at], inputs.mBias[at + 1]]
 
     def gates(self, inputs, me, lower_bound, place, warp, lane, valid) -> GateReader:
         mG, mA = inputs.mG, inputs.mA
