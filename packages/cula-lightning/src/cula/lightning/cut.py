@@ -22,7 +22,7 @@ IN_L2 = 20e6
 CHUNK_TIME = {(128, 1): 0.97, (128, 2): 1.55, (64, 1): 0.75}
 """A chunk where nothing but its own latency counts, by D and warpgroups of a block. Measured."""
 
-FIRST_TIME = 0.4
+FIRST_TIME = 0.35
 """The same of the first pass. Predicted."""
 
 START = 3.0
@@ -39,6 +39,7 @@ LATENCY = 0.8
 
 SHORTEST = 4  # chunks a segment
 WAVES = 6  # of units, at most, that a candidate makes
+ROOM = 256e6  # bytes of the workspace; packed sequences take a row each, even where not cut
 GAIN = 1.15
 """Two passes over whole segments are taken where they are that much faster, by this model."""
 
@@ -80,7 +81,7 @@ class Work:
         """Microseconds of two passes over segments of `length` chunks, and the prefix kernel."""
         each = ceil_div(self.longest, length)  # segments of the longest sequence
         length = min(length, self.longest)
-        segments = self.sequences * each if self.even else self.sequences + self.chunks // length
+        segments = self._segments(length)
         # the first pass leaves out the last segment of a sequence
         left = segments - self.sequences if self.even else segments
         share = left / segments
@@ -95,6 +96,10 @@ class Work:
             time += 8 * segments * self.HV * self.D * self.D / ROW_BYTES
         return time
 
+    def workspace(self, length: int) -> int:
+        """Bytes of the segments' states, at most."""
+        return 4 * self._segments(length) * self.HV * self.D * self.D
+
     def lengths(self, warpgroups: int) -> Iterator[int]:
         """Chunks a segment with which the units fill the GPU once, twice, ..."""
         units = self._units(warpgroups)
@@ -104,13 +109,18 @@ class Work:
                 chunks = ceil_div(self.longest, segments) if segments else 0
             else:
                 chunks = ceil_div(self.chunks * units, waves * self.sms)
-            if SHORTEST <= chunks < self.longest:
+            if SHORTEST <= chunks < self.longest and self.workspace(chunks) <= ROOM:
                 yield chunks
 
     @property
     def _bytes(self) -> float:
         """Microseconds of k and v, or of q and o."""
         return self.chunks * CHUNK * 2 * self.D * (self.H + self.HV) / BYTES
+
+    def _segments(self, length: int) -> int:
+        if self.even:
+            return self.sequences * ceil_div(self.longest, length)
+        return self.sequences + self.chunks // length
 
     def _units(self, warpgroups: int) -> int:
         """Units of a segment."""

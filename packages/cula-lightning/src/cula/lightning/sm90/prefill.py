@@ -66,6 +66,10 @@ class LightningPrefill:
         self.threads = 128 * (1 + self.groups)
         self.columns = CHUNK // self.groups  # of the scores, a warpgroup
         self.first_pass = config.segments == "first"
+        # The first pass lets no kernel after it start before its own wait is over. So what ran
+        # before that pass has ended when this one starts, and q, k and v may be read while the
+        # prefix kernel still runs. Packed: the load warp reads the schedule, too, so it waits.
+        self.loads_early = config.segments == "second" and not config.varlen
         loaded = 1 if self.first_pass else 2  # of k and q
         self.stage_bytes = 2 * CHUNK * (loaded * config.K + PART * self.groups)
         tiles = 2 * 2 * CHUNK * (CHUNK + PART * self.groups)
@@ -261,7 +265,8 @@ class LightningPrefill:
         cute.arch.sync_threads()
         # Launched before the kernel ahead of it has ended, be it ours or the caller's: nothing may
         # be read or written before this.
-        cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(not self.loads_early):
+            cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(self.first_pass):
             cute.arch.griddepcontrol_launch_dependents()
 
@@ -276,6 +281,8 @@ class LightningPrefill:
         else:
             if cutlass.const_expr(self.groups > 1):
                 cute.arch.setmaxregister_increase(STATE_REGISTERS)
+            if cutlass.const_expr(self.loads_early):
+                cute.arch.griddepcontrol_wait()
             states = StatesInMemory(
                 mInitial, mFinal, mIndex, mMask, mMarks, mLocal, interval, segment_chunks
             )

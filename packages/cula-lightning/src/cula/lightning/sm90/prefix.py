@@ -8,6 +8,7 @@ This turns a sequence's rows, in place, into the states that its segments start 
 in this order, in float32, whatever the batch. Row 0, the initial state, stays.
 
 Tile:      a thread has four neighbouring elements of a (sequence, head) over all its segments.
+Packed:    a block looks through ROWS rows of the schedule for sequences to do.
 Loads:     16 bytes each, those of DEPTH segments in flight before the first sum.
 Bytes:     8 an element and segment, in L2: the first pass has just written them.
 Floor:     the launch, and the latency of one load for every DEPTH segments.
@@ -25,6 +26,7 @@ from cula.lightning.sm90.config import CHUNK
 
 THREADS = 128
 DEPTH = 16
+ROWS = 8  # of the schedule, that a block looks through
 
 
 class SegmentPrefix:
@@ -58,13 +60,17 @@ class SegmentPrefix:
         mLocal: cute.Tensor,  # (segments, HV, V, K), states of segments
         mG: cute.Tensor,  # (HV), log decay
         mWork: cute.Tensor | None,  # the schedule's workspace
-        rows: Int32,  # sequences; packed: rows of the schedule that may hold a second segment
+        rows: Int32,  # sequences; packed: first rows of the schedule, with all second segments
         segments: Int32,  # of each sequence; packed: not read
         segment_chunks: Int32,
         stream: cuda.CUstream,
     ):
-        self.kernel(mLocal, mG, mWork, segments, segment_chunks).launch(
-            grid=[self.matrix // (4 * THREADS), mLocal.shape[1], rows],
+        self.kernel(mLocal, mG, mWork, rows, segments, segment_chunks).launch(
+            grid=[
+                self.matrix // (4 * THREADS),
+                mLocal.shape[1],
+                ceil_div(rows, ROWS) if self.config.varlen else rows,
+            ],
             block=[THREADS, 1, 1],
             stream=stream,
             use_pdl=True,
@@ -76,24 +82,30 @@ class SegmentPrefix:
         mLocal: cute.Tensor,
         mG: cute.Tensor,
         mWork: cute.Tensor | None,
+        rows: Int32,
         segments: Int32,
         segment_chunks: Int32,
     ):
         # the second pass may take its place on the GPU; it, too, waits before it reads anything
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        piece, head, row = cute.arch.block_idx()
-        place = row * segments
-        if cutlass.const_expr(mWork is not None):
-            # One row stands for a sequence: that of its second segment. Where there is a third,
-            # the second is whole and lies among the first rows.
-            found = read_segment(mWork.iterator, row)
-            segments = where(found.segment == 1, found.segments, 0)
-            place = found.first
-        if segments > 2:
-            decay = math.decay(Float32(mG[head]) * Float32(segment_chunks * CHUNK))
-            element = (piece * THREADS + cute.arch.thread_idx()[0]) * 4
-            self.join(mLocal, head, place, segments, decay, element)
+        piece, head, z = cute.arch.block_idx()
+        decay = math.decay(Float32(mG[head]) * Float32(segment_chunks * CHUNK))
+        element = (piece * THREADS + cute.arch.thread_idx()[0]) * 4
+        if cutlass.const_expr(mWork is None):
+            self.join(mLocal, head, z * segments, segments, decay, element)
+        else:
+            # A sequence's second row stands for it. Where there is a third, the second is whole
+            # and lies among the first rows.
+            lane, stands = cute.arch.lane_idx(), Int32(0)
+            if (lane < ROWS) & (z * ROWS + lane < rows):
+                row = read_segment(mWork.iterator, z * ROWS + lane)
+                stands = where((row.segment == 1) & (row.segments > 2), 1, 0)
+            standing = Int32(cute.arch.vote_ballot_sync(stands != 0))
+            for i in cutlass.range(ROWS, unroll=1):
+                if (standing >> i) & 1 != 0:
+                    row = read_segment(mWork.iterator, z * ROWS + i)
+                    self.join(mLocal, head, row.first, row.segments, decay, element)
 
     @cute.jit
     def join(
@@ -105,7 +117,7 @@ class SegmentPrefix:
         decay: Float32,
         element: Int32,
     ):
-        """Four elements of a sequence's and head's states, from the second row on."""
+        """Four elements of the states of a sequence of three segments or more."""
 
         step = Int64(mLocal.stride[0])
         start = mLocal.iterator + (Int64(place) * step + Int64(head * self.matrix + element))

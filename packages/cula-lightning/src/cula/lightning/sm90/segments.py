@@ -17,7 +17,7 @@ and a chunk whose power l^(64 i) is 0 in float32 is not read at all, nor what li
 
 Tile, roles, shared memory: as prefill.py, without q and outputs.
 Chunk:    the next chunk's values are loaded and decayed under the running product.
-Registers: S 64, D 64, decayed V 2 x 16.
+Registers: S 64, D 64, decayed V 16 + 32.
 Bytes:    512 a token and head within reach: k and v in.
 Floor:    those bytes at the memory's rate.
 """
@@ -75,7 +75,9 @@ class SegmentStates(LightningPrefill):
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
         g = state_warpgroup(shared, self.config, self.io, thread, wg)
         D = g.states.accumulator(thread)
-        ahead = cute.make_rmem_tensor_like(g.v_operand[1])  # the next chunk's values, decayed
+        # The next chunk's values, decayed. They are rounded once the product under way has read its
+        # own: else ptxas gives both the same registers and serialises all products.
+        ahead = cute.make_rmem_tensor_like(g.O)
         told = Int32(0)
         stage, phase = Int32(0), Int32(0)
         cute.arch.mbarrier_wait(shared.unit_full, 0)
@@ -95,21 +97,21 @@ class SegmentStates(LightningPrefill):
                 g.barrier()
                 g.S.fill(0.0)
                 cute.arch.mbarrier_wait(shared.full + stage, phase)
-                g.load_values(stage, Int32(CHUNK), ahead)
+                ahead.store(g.decayed_values(stage, Int32(CHUNK)).load())
                 for i in cutlass.range(chunks - 1, unroll=1):
                     wraps = stage + 1 == stages
                     stage1, phase1 = where(wraps, 0, stage + 1), where(wraps, phase ^ 1, phase)
-                    g.v_operand[1].store(ahead.load())
+                    g.take_values(ahead)
                     warpgroup.fence()
                     g.issue_added(D, stage)
                     power = math.decay(log_decay * Float32(i * CHUNK))
                     cute.arch.mbarrier_wait(shared.full + stage1, phase1)
-                    g.load_values(stage1, Int32(CHUNK), ahead)
+                    ahead.store(g.decayed_values(stage1, Int32(CHUNK)).load())
                     warpgroup.wait_group(0)
                     self.release(shared, stage)
                     g.add(D, power)
                     stage, phase = stage1, phase1
-                g.v_operand[1].store(ahead.load())
+                g.take_values(ahead)
                 warpgroup.fence()
                 g.issue_added(D, stage)
                 warpgroup.wait_group(0)

@@ -100,11 +100,16 @@ class StateWarpgroup:
         warpgroup.commit_group()
 
     # ---------------------------------------------------------------- register work
-    def load_values(self, stage, tokens, into=None):
-        """V^T of a stage as A fragments, column j times l^(tokens - 1 - j).
+    def load_values(self, stage, tokens):
+        """V^T of a stage as A fragments, column j times l^(tokens - 1 - j)."""
+        self.take_values(self.decayed_values(stage, tokens))
 
-        into: registers like the operand's, in the accumulator's order; the operand's if None.
-        """
+    def take_values(self, values):
+        """Rounds decayed values for the product that takes them."""
+        self.v_operand[1].store(values.load().to(self.dtype))
+
+    def decayed_values(self, stage, tokens):
+        """What `take_values` takes: of a later product, while an earlier one runs."""
         copy, source, target, raw = self.copy_v
         cute.copy(copy, source[(None, None, None, stage * self.groups + self.wg)], target)
         table, first = self.table(0), tokens - 1 + ONE - self.pair()
@@ -116,8 +121,7 @@ class StateWarpgroup:
                 for i in range(2):
                     x = 4 * block + 2 * i + j
                     values[x] = values[x] * power
-        into = self.v_operand[1] if into is None else into
-        into.store(values.load().to(self.dtype))
+        return values
 
     def round_state(self, tokens):
         """The 16-bit copy of S that the outputs read; S itself decays by so many tokens."""
