@@ -168,6 +168,40 @@ def test_no_order_of_execution_changes_segments(varlen, warpgroups) -> None:
     assert_close("state", inputs["state"], twin["state"], STATE_TOLERANCE)
 
 
+@pytest.mark.parametrize("lengths", [(3, 0, 20, 5, 1, 2, 4), (20,), (3, 3)], ids=str)
+@pytest.mark.parametrize("varlen", [False, True])
+def test_prefix_turns_what_segments_add_into_what_they_start_from(lengths, varlen) -> None:
+    """Segments of one chunk; rows of sequences with fewer than three keep their bits."""
+    if not varlen and len(set(lengths)) > 1:
+        pytest.skip("equal lengths only")
+    ptxemu.install()
+    torch.manual_seed(0)
+    heads, tokens = 2, 64 * sum(lengths)
+    g_gamma = torch.tensor([-0.001, -0.02])
+    if varlen:
+        shape = VarlenPlan(len(lengths), tokens, 64, heads, segment_chunks=1, chunk_table=False)
+        bounds = 64 * torch.tensor([0, *lengths]).cumsum(0)
+        numbers = (build_schedule(shape, bounds).workspace, tokens // 64, 0, 1)
+    else:
+        shape = FixedPlan(len(lengths), 64 * lengths[0], 64, heads, segment_chunks=1)
+        numbers = (None, len(lengths), lengths[0], 1)
+    local = torch.randn(shape.max_segments, heads, 64, 64)
+    right, place = local.clone(), 0
+    for n in (max(1, length) for length in lengths):
+        for row in range(place + 2, place + n):
+            right[row] += right[row - 1] * (64 * g_gamma).exp()[:, None, None]
+        place += n
+    with ptxemu.device() as device:
+        prefix = compiled(PrefixConfig(64, 64, varlen))
+        assert device.check(lambda: prefix(local, g_gamma, *numbers), [local]) == []
+    assert_close("states", local, right, 1e-6)
+    unchanged = [i for i in range(len(local)) if same_bits(local[i], right[i])]
+    place = 0
+    for n in (max(1, length) for length in lengths):
+        assert {*range(place, place + min(n, 2))} <= set(unchanged)
+        place += n
+
+
 def _launch_args(case, config, inputs: dict, segment_chunks: int) -> tuple[list, tuple]:
     """What a launch writes, and its arguments, for two blocks at most."""
     sizes = {"heads": case.HV, "parts": config.parts, "segment_chunks": segment_chunks}
