@@ -35,8 +35,8 @@ def test_one_long_sequence_fills_the_gpu_once(H: int, chunks: int) -> None:
     assert H * 512 // chunks == 128
 
 
-@pytest.mark.parametrize("H", [4, 8, 16, 32])
-@pytest.mark.parametrize("T", [4096, 8192, 16384, 32768, 65536, 131072])
+@pytest.mark.parametrize("H", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("T", [1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072])
 @pytest.mark.parametrize("B", [1, 2, 3, 4])
 def test_no_other_length_is_faster(B: int, T: int, H: int) -> None:
     """Over all lengths, not only those that fill the GPU a whole number of times."""
@@ -46,9 +46,10 @@ def test_no_other_length_is_faster(B: int, T: int, H: int) -> None:
     least = min(times(call, B, Cut(n, groups)) for n in lengths for groups in (1, 2))
     uncut = whole(call, B, SMS)
     if not chosen.segment_chunks:
-        assert chosen == uncut and least > 0.82 * times(call, B, uncut)
+        stays = times(call, B, uncut)
+        assert chosen == uncut and least > 0.95 * min(stays / 1.15, stays - 5)
         return
-    assert times(call, B, chosen) < times(call, B, uncut) / 1.15
+    assert times(call, B, chosen) < min(times(call, B, uncut) / 1.15, times(call, B, uncut) - 5)
     assert times(call, B, chosen) <= 1.06 * least
 
 

@@ -335,6 +335,20 @@ def test_chunk_lightning_attn(emulated, v_first, initial) -> None:
             assert_close("final state", state, final, STATE_TOLERANCE)
 
 
+def test_few_heads_are_cut_unasked(emulated) -> None:
+    seen = check(emulated, make_inputs(Case((3000, 1000), H=1, HV=1, varlen=True)), sms=132)
+    assert seen.configs[-1].segments == "second"
+    inputs = make_inputs(Case((2048,), H=1, HV=2))
+    q, k, v = (inputs[name] for name in ("q", "k", "v"))
+    options = {"initial_state": torch.randn(1, 2, 128, 128), "output_final_state": True}
+    right, right_state = chunk_lightning_attn(q, k, v, 3, 8, **options)
+    with emulated(132) as seen:
+        o, state = chunk_lightning_attn(q, k, v, 3, 8, **options)
+    assert seen.configs[-1].segments == "second"
+    assert_close("o", o, right, 4e-3)
+    assert_close("state", state, right_state, STATE_TOLERANCE)
+
+
 def test_a_second_call_goes_past_the_plan(emulated, monkeypatch) -> None:
     case = Case((40, 30), H=1, HV=1, varlen=True)
     with emulated() as seen:

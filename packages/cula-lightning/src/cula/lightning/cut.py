@@ -40,8 +40,12 @@ LATENCY = 0.8
 SHORTEST = 4  # chunks a segment
 WAVES = 6  # of units, at most, that a candidate makes
 ROOM = 256e6  # bytes of the workspace; packed sequences take a row each, even where not cut
+
 GAIN = 1.15
-"""Two passes over whole segments are taken where they are that much faster, by this model."""
+"""Sequences are cut where that is so many times faster, by this model, ..."""
+
+HOST = 5.0
+"""... and saves so many microseconds, for more launches cost the host, too."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +105,16 @@ class Work:
         return 4 * self._segments(length) * self.HV * self.D * self.D
 
     def lengths(self, warpgroups: int) -> Iterator[int]:
-        """Chunks a segment with which the units fill the GPU once, twice, ..."""
+        """Chunks a segment with which the units fill the GPU once, twice, ..., if they can."""
         units = self._units(warpgroups)
         for waves in range(1, WAVES + 1):
             if self.even:
                 segments = waves * self.sms // (self.sequences * units)
-                chunks = ceil_div(self.longest, segments) if segments else 0
+                chunks = ceil_div(self.longest, segments) if segments else self.longest
             else:
                 chunks = ceil_div(self.chunks * units, waves * self.sms)
-            if SHORTEST <= chunks < self.longest and self.workspace(chunks) <= ROOM:
+            chunks = max(chunks, SHORTEST)
+            if chunks < self.longest and self.workspace(chunks) <= ROOM:
                 yield chunks
 
     @property
@@ -164,7 +169,7 @@ def best_cut(dims: Dims, sequences: int, varlen: bool, sms: int) -> Cut:
     """The choice for a call of `sequences` sequences, packed ones of dims.T tokens in all."""
     best = whole(dims, sequences, sms)
     possible = works(dims, sequences, varlen, sms)
-    time = sum(work.whole(best.warpgroups) for work in possible) / GAIN
+    time = sum(min(x / GAIN, x - HOST) for x in (w.whole(best.warpgroups) for w in possible))
     for warpgroups in (1, 2) if dims.V > PART else (1,):
         for length in sorted({n for work in possible for n in work.lengths(warpgroups)}):
             cut = sum(work.cut(length, warpgroups) for work in possible)
