@@ -21,8 +21,9 @@ from cula.common.jit import compile_kernel  # noqa: E402
 from cula.common.testing import assert_close, poisoned, same_bits  # noqa: E402
 from cula.common.varlen import FixedPlan, VarlenPlan, build_schedule  # noqa: E402
 from cula.lightning import chunk_lightning_attn, launch, lightning_prefill, plan  # noqa: E402
-from cula.lightning.cases import CASES, Case, kernel_config_of, make_inputs  # noqa: E402
+from cula.lightning.cases import CASES, Case, kernel_plan_of, make_inputs  # noqa: E402
 from cula.lightning.kernel_plan import KERNEL_DIMS  # noqa: E402
+from cula.lightning.sm90.config import PrefixConfig  # noqa: E402
 
 ARCH = "sm_90a"
 SMALL_GPU = 3  # multiprocessors: blocks take several units each
@@ -99,10 +100,12 @@ def test_kernel_equals_the_reference(emulated, name) -> None:
     inputs = make_inputs(case)
     before = inputs["state"].clone() if case.state else None
     seen = check(emulated, inputs, unit=case.magnitude)
-    config = kernel_config_of(case, SMALL_GPU)
+    config = kernel_plan_of(case, SMALL_GPU).config
     assert seen.configs[-1] == config
     assert (config.segments is not None) == (case.segment_tokens is not None)
-    assert len(seen.launches) == 1 + case.varlen + (config.segments is not None)
+    plan = kernel_plan_of(case, SMALL_GPU)
+    kernels = [x for x in (plan.first_pass, plan.prefix, plan.config) if x is not None]
+    assert len(seen.launches) == len(seen.configs) == case.varlen + len(kernels)
     if case.state:
         named = set(inputs["state_indices"].tolist())
         for slot in set(range(len(before))) - named:
@@ -132,31 +135,71 @@ def test_no_order_of_execution_changes_the_results(case, sms) -> None:
     """Every mode of the emulator, random schedules: the same bits, no hazards."""
     ptxemu.install()
     inputs = make_inputs(case)
-    config = kernel_config_of(case, sms)
+    config = kernel_plan_of(case, sms).config
     outputs, args = _launch_args(case, config, inputs, segment_chunks=0)
     with ptxemu.device() as device:
         assert device.check(lambda: compiled(config)(*args), outputs) == []
     assert not outputs[0].isnan().any()
 
 
+@pytest.mark.parametrize("warpgroups", [1, 2])
 @pytest.mark.parametrize("varlen", [False, True])
-def test_no_order_of_execution_changes_segments(varlen) -> None:
-    """The same for both passes over segments of one chunk, and what they write is right."""
+def test_no_order_of_execution_changes_segments(varlen, warpgroups) -> None:
+    """The same for the kernels of segments of one chunk, and what they write is right."""
     ptxemu.install()
-    case = Case((150,), H=1, HV=1, varlen=varlen)
+    case = Case((215,), H=1, HV=1, varlen=varlen)
     inputs, twin = make_inputs(case), make_inputs(case)
     right = lightning_prefill(**twin)
-    second = replace(kernel_config_of(case, 1), segments="second")
+    second = replace(kernel_plan_of(case, 1).config, segments="second", warpgroups=warpgroups)
     first = replace(second, segments="first", final=None)
     outputs, args = _launch_args(case, second, inputs, segment_chunks=1)
     without_final = (*args[:5], None, *args[6:])
-    with ptxemu.device() as device:
-        check = device.check(lambda: compiled(first)(*without_final), outputs)
-    assert check == []
-    with ptxemu.device() as device:
-        assert device.check(lambda: compiled(second)(*args), outputs) == []
+    local, workspace = args[9:11]
+    rows = 3 if varlen else 1
+    between = (local, inputs["g_gamma"], workspace, rows, 4, 1)
+    for config, given in (
+        (first, without_final),
+        (PrefixConfig(128, 128, varlen), between),
+        (second, args),
+    ):
+        with ptxemu.device() as device:
+            assert device.check(lambda: compiled(config)(*given), outputs) == []  # noqa: B023
     assert_close("o", outputs[0], right, 4e-3)
     assert_close("state", inputs["state"], twin["state"], STATE_TOLERANCE)
+
+
+@pytest.mark.parametrize("lengths", [(3, 0, 20, 5, 1, 2, 4), (20,), (3, 3)], ids=str)
+@pytest.mark.parametrize("varlen", [False, True])
+def test_prefix_turns_what_segments_add_into_what_they_start_from(lengths, varlen) -> None:
+    """Segments of one chunk; rows of sequences with fewer than three keep their bits."""
+    if not varlen and len(set(lengths)) > 1:
+        pytest.skip("equal lengths only")
+    ptxemu.install()
+    torch.manual_seed(0)
+    heads, tokens = 2, 64 * sum(lengths)
+    g_gamma = torch.tensor([-0.001, -0.02])
+    if varlen:
+        shape = VarlenPlan(len(lengths), tokens, 64, heads, segment_chunks=1, chunk_table=False)
+        bounds = 64 * torch.tensor([0, *lengths]).cumsum(0)
+        numbers = (build_schedule(shape, bounds).workspace, tokens // 64, 0, 1)
+    else:
+        shape = FixedPlan(len(lengths), 64 * lengths[0], 64, heads, segment_chunks=1)
+        numbers = (None, len(lengths), lengths[0], 1)
+    local = torch.randn(shape.max_segments, heads, 64, 64)
+    right, place = local.clone(), 0
+    for n in (max(1, length) for length in lengths):
+        for row in range(place + 2, place + n):
+            right[row] += right[row - 1] * (64 * g_gamma).exp()[:, None, None]
+        place += n
+    with ptxemu.device() as device:
+        prefix = compiled(PrefixConfig(64, 64, varlen))
+        assert device.check(lambda: prefix(local, g_gamma, *numbers), [local]) == []
+    assert_close("states", local, right, 1e-6)
+    unchanged = [i for i in range(len(local)) if same_bits(local[i], right[i])]
+    place = 0
+    for n in (max(1, length) for length in lengths):
+        assert {*range(place, place + min(n, 2))} <= set(unchanged)
+        place += n
 
 
 def _launch_args(case, config, inputs: dict, segment_chunks: int) -> tuple[list, tuple]:
@@ -290,6 +333,20 @@ def test_chunk_lightning_attn(emulated, v_first, initial) -> None:
             assert_close("o", got, o, 4e-3)
             assert state.dtype == torch.float32 and state.is_contiguous()
             assert_close("final state", state, final, STATE_TOLERANCE)
+
+
+def test_few_heads_are_cut_unasked(emulated) -> None:
+    seen = check(emulated, make_inputs(Case((3000, 1000), H=1, HV=1, varlen=True)), sms=132)
+    assert seen.configs[-1].segments == "second"
+    inputs = make_inputs(Case((2048,), H=1, HV=2))
+    q, k, v = (inputs[name] for name in ("q", "k", "v"))
+    options = {"initial_state": torch.randn(1, 2, 128, 128), "output_final_state": True}
+    right, right_state = chunk_lightning_attn(q, k, v, 3, 8, **options)
+    with emulated(132) as seen:
+        o, state = chunk_lightning_attn(q, k, v, 3, 8, **options)
+    assert seen.configs[-1].segments == "second"
+    assert_close("o", o, right, 4e-3)
+    assert_close("state", state, right_state, STATE_TOLERANCE)
 
 
 def test_a_second_call_goes_past_the_plan(emulated, monkeypatch) -> None:

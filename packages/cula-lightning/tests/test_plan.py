@@ -16,6 +16,7 @@ from cula.lightning.cases import CASES, Case, make_inputs
 from cula.lightning.kernel_plan import kernel_plan, no_kernel
 from cula.lightning.plan import _backend as choose
 from cula.lightning.plan import plan_prefill
+from cula.lightning.sm90.config import PrefixConfig
 
 
 def plan_of(case: Case, **changes):
@@ -173,7 +174,7 @@ def test_a_head_is_halved_where_whole_ones_leave_half_of_the_gpu_idle() -> None:
         ({"B": 2}, 2, 128),
         ({"B": 4}, 2, 132),
         ({"H": 66}, 1, 132),
-        ({"H": 67}, 2, 67),
+        ({"H": 67, "segment_tokens": 0}, 2, 67),
         ({"N": 5}, 2, 132),
         ({"D": 64}, 1, 64),
         ({"H": 16, "HV": 64}, 1, 128),
@@ -184,21 +185,20 @@ def test_a_head_is_halved_where_whole_ones_leave_half_of_the_gpu_idle() -> None:
         assert kernel.config.parts * kernel.config.warpgroups == kernel.config.V // 64
 
 
-def test_few_heads_are_cut_along_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kernel_of(T=32768, H=8).config.segments is None
-    monkeypatch.setattr(kernels, "CUT_UNASKED", True)
-    for H, segments, chunks in ((1, 32, 16), (4, 16, 32), (8, 8, 64), (16, 4, 128), (22, 3, 171)):
-        kernel = kernel_of(T=32768, H=H)
-        assert kernel.config.segments == "second" and kernel.config.warpgroups == 1
-        assert kernel.shape.segment_chunks == chunks
-        assert kernel.shape.max_segments == segments
-        assert kernel.blocks == 2 * H * segments <= 132
-        assert kernel.first_pass == replace(kernel.config, segments="first")
-    for whole in ({"T": 32768, "H": 23}, {"T": 1000, "H": 1}, {"T": 32768, "H": 8, "B": 3}):
-        assert kernel_of(**whole).config.segments is None
+def test_few_heads_are_cut_along_time() -> None:
+    kernel = kernel_of(T=32768, H=8)
+    assert kernel.config.segments == "second" and kernel.config.warpgroups == 2
+    assert kernel.shape.segment_chunks == 32 and kernel.shape.max_segments == 16
+    assert kernel.blocks == 8 * 16
+    assert kernel.first_pass == replace(kernel.config, segments="first")
+    assert kernel.prefix == PrefixConfig(128, 128) and kernel.prefix_args == (1, 16, 32)
     packed = kernel_of(T=32768, H=8, N=2)
-    assert packed.shape.segment_chunks == 63 and packed.config.segments == "second"
-    assert kernel_of(T=32768, H=8, D=64).shape.max_segments == 16
+    chunks = packed.shape.segment_chunks
+    assert packed.config.segments == "second"
+    assert packed.prefix == PrefixConfig(128, 128, varlen=True)
+    assert packed.prefix_args == (-(-32768 // (64 * chunks)), 0, chunks)
+    assert kernel_of(T=32768, H=8, D=64).config.segments == "second"
+    assert kernel_of(T=1000, H=1).config.segments is None
 
 
 def test_the_cut_can_be_fixed() -> None:
@@ -206,6 +206,14 @@ def test_the_cut_can_be_fixed() -> None:
     kernel = kernel_of(B=3, T=1000, segment_tokens=128)
     assert kernel.shape.segment_chunks == 2 and kernel.config.segments == "second"
     assert kernel_of(T=128, segment_tokens=128).config.segments is None
+
+
+@pytest.mark.parametrize("N", [None, 1, 3])
+def test_no_prefix_where_no_sequence_has_a_third_segment(N: int | None) -> None:
+    kernel = kernel_of(T=256, segment_tokens=128, N=N)
+    assert kernel.first_pass is not None and kernel.prefix is None
+    assert kernel_of(T=257, segment_tokens=128, N=N).prefix is not None
+    assert kernel_of(T=256, segment_tokens=0, N=N).prefix is None
 
 
 def test_what_no_kernel_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import torch
 from cula.common.dims import dims_of
 from cula.common.recurrence import lightning_log_decay
 from cula.common.varlen import schedule_configs
-from cula.lightning.kernel_plan import KERNEL_ARCH, KERNEL_DIMS, kernel_plan
-from cula.lightning.sm90.config import CHUNK, PrefillConfig, States
+from cula.lightning.kernel_plan import KERNEL_ARCH, KERNEL_DIMS, KernelPlan, kernel_plan
+from cula.lightning.sm90.config import CHUNK, PrefillConfig, PrefixConfig, States
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,9 @@ CASES: dict[str, Case] = {
         (40, 290, 0, 129), H=1, HV=2, varlen=True, checkpoint_interval=64, segment_tokens=128
     ),
     "segments, short ones": Case((70, 60, 65), H=2, HV=2, varlen=True, segment_tokens=64),
+    "segments, two": Case((150,), dtype=torch.float16, segment_tokens=128),
+    "segments, many": Case((1240,), H=1, HV=1, K=64, V=64, segment_tokens=64),
+    "segments out of reach": Case((450,), H=1, HV=1, decay=-1.0, segment_tokens=192),
     "checkpoints": Case((128, 63, 200, 0, 64), varlen=True, checkpoint_interval=64),
 }
 
@@ -100,8 +103,8 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", seed: int = 0) -
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
 
 
-def kernel_config_of(case: Case, sms: int = 132) -> PrefillConfig:
-    """What the kernel of a case's call is compiled for, on a GPU of so many multiprocessors."""
+def kernel_plan_of(case: Case, sms: int = 132) -> KernelPlan:
+    """The kernels of a case's call, on a GPU of so many multiprocessors."""
     x: dict[str, Any] = make_inputs(case)
     return kernel_plan(
         x["q"],
@@ -115,7 +118,7 @@ def kernel_config_of(case: Case, sms: int = 132) -> PrefillConfig:
         varlen=case.varlen,
         segment_tokens=case.segment_tokens,
         sms=sms,
-    ).config
+    )
 
 
 def kernel_configs(which: Literal["common", "all"] = "all", arch: str = KERNEL_ARCH) -> tuple:
@@ -137,23 +140,22 @@ def kernel_configs(which: Literal["common", "all"] = "all", arch: str = KERNEL_A
         {"initial": v_first, "final": v_first, "state_indices": "int32"},
         {"initial": v_first, "final": v_first, "state_indices": "int32", "mask": True},
     ]
-    configs: dict[object, None] = {
+    configs: dict[Any, None] = {
         PrefillConfig(K=128, V=128, warpgroups=groups, io="bf16", varlen=varlen, **form): None
         for varlen in (False, True)
         for groups in (1, 2)
         for form in forms
     }
-    for varlen in (False, True):
-        for form in forms:
-            config = PrefillConfig(
-                K=128, V=128, warpgroups=1, io="bf16", varlen=varlen, segments="second", **form
-            )
-            configs[config] = None
-            configs[replace(config, segments="first", final=None)] = None
-    configs.update(dict.fromkeys(schedule_configs(CHUNK)))
+    for config in list(configs):
+        second = replace(config, segments="second")
+        configs[second] = configs[replace(second, segments="first", final=None)] = None
+    configs.update(dict.fromkeys(PrefixConfig(128, 128, varlen) for varlen in (False, True)))
+    configs.update(dict.fromkeys(schedule_configs(CHUNK, early_release=True)))
     if which == "all":
         for case in CASES.values():
             if (case.K, case.V) in KERNEL_DIMS and case.dtype != torch.float32:
                 for sms in (1, 132):
-                    configs[kernel_config_of(case, sms)] = None
+                    plan = kernel_plan_of(case, sms)
+                    kernels = (plan.config, plan.first_pass, plan.prefix)
+                    configs.update(dict.fromkeys(x for x in kernels if x is not None))
     return tuple(configs)

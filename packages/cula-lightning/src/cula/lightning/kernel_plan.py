@@ -7,8 +7,10 @@ import torch
 from cula.common.arch import arch_of, missing_compiler
 from cula.common.dims import Dims
 from cula.common.layouts import has_dense_slots, to_k_first
-from cula.common.varlen import FixedPlan, VarlenPlan, choose_segment_chunks
-from cula.lightning.sm90.config import CHUNK, PART, PrefillConfig, States
+from cula.common.varlen import FixedPlan, VarlenPlan
+from cula.common.varlen.plan import ceil_div
+from cula.lightning.cut import best_cut, given_cut
+from cula.lightning.sm90.config import CHUNK, PrefillConfig, PrefixConfig, States
 
 KERNEL_ARCH = "sm_90a"
 KERNEL_DIMS = ((128, 128), (64, 64))
@@ -19,14 +21,6 @@ NAMES = {
     torch.int32: "int32",
     torch.int64: "int64",
 }
-
-
-MIN_SEGMENT = 16
-"""Chunks of the shortest segment: what one saves there pays for its state's way through memory."""
-
-
-CUT_UNASKED = False
-"""Whether sequences are cut without `segment_tokens`: not before that has run on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +40,31 @@ class KernelPlan:
         if self.config.segments is None:
             return None
         return replace(self.config, segments="first", final=None, checkpoints=None)
+
+    @property
+    def prefix(self) -> PrefixConfig | None:
+        """The kernel between the passes: none where no sequence can have a third segment."""
+        c = self.config
+        return PrefixConfig(c.K, c.V, c.varlen) if self._longest > 2 else None
+
+    @property
+    def prefix_args(self) -> tuple[int, int, int]:
+        """Its rows, segments a sequence and chunks a segment."""
+        shape = self.shape
+        if isinstance(shape, FixedPlan):
+            return shape.batch, shape.segments_each, shape.segment_chunks
+        # as many segments are whole at most; each sequence's second one stands for it
+        return self._longest, 0, shape.segment_chunks
+
+    @property
+    def _longest(self) -> int:
+        """Bound of a sequence's segments."""
+        shape = self.shape
+        if not shape.segment_chunks:
+            return 1
+        if isinstance(shape, FixedPlan):
+            return shape.segments_each
+        return ceil_div(shape.tokens, shape.segment_chunks * shape.chunk)
 
 
 def kernel_plan(
@@ -71,19 +90,15 @@ def kernel_plan(
         segment_tokens: as `lightning_prefill` takes it.
         sms: multiprocessors of the GPU.
     """
-    heads = sequences * dims.HV
+    batch = (dims, sequences, varlen, sms)
     if segment_tokens is None:
-        segment_chunks = suitable_segment(dims, sequences, varlen, sms) if CUT_UNASKED else 0
+        cut = best_cut(*batch)
     else:
-        segment_chunks = segment_tokens // CHUNK if segment_tokens < dims.T else 0
-    # A block with two warpgroups loads a head's q and k once; with one, twice as many blocks share
-    # the work. Half a head a block is for when whole heads leave half of the GPU idle, and for
-    # segments: fewer of them, then, and fewer states to add up before each.
-    warpgroups = 1 if dims.V == 64 or 2 * heads <= sms or segment_chunks else 2
+        cut = given_cut(*batch, segment_tokens // CHUNK if segment_tokens < dims.T else 0)
     config = PrefillConfig(
         K=dims.K,
         V=dims.V,
-        warpgroups=warpgroups,
+        warpgroups=cut.warpgroups,
         io=NAMES[q.dtype],
         initial=_states(initial),
         final=_states(final),
@@ -91,36 +106,14 @@ def kernel_plan(
         mask=mask,
         checkpoints=_states(checkpoints),
         varlen=varlen,
-        segments="second" if segment_chunks else None,
+        segments="second" if cut.segment_chunks else None,
     )
-    sizes = {"heads": dims.HV, "parts": config.parts, "segment_chunks": segment_chunks}
+    sizes = {"heads": dims.HV, "parts": config.parts, "segment_chunks": cut.segment_chunks}
     if varlen:
         shape = VarlenPlan(sequences, dims.T, CHUNK, **sizes, chunk_table=False)
     else:
         shape = FixedPlan(dims.B, dims.T, CHUNK, **sizes)
     return KernelPlan(config, shape, min(shape.max_units, sms))
-
-
-def suitable_segment(dims: Dims, sequences: int, varlen: bool, sms: int) -> int:
-    """Chunks a segment that suit a call; 0: sequences had better stay whole.
-
-    Two passes read k and v twice, so they pay where one would use a third of the GPU or less.
-    """
-    parts = dims.V // PART
-    if 3 * parts * sequences * dims.HV > sms:
-        return 0
-    if varlen:
-        return choose_segment_chunks(
-            tokens=dims.T,
-            chunk=CHUNK,
-            heads=dims.HV,
-            parts=parts,
-            slots=sms,
-            min_chunks=MIN_SEGMENT,
-        )
-    chunks = -(-dims.T // CHUNK)
-    segments = min(sms // (sequences * dims.HV * parts), chunks // MIN_SEGMENT)
-    return -(-chunks // segments) if segments > 1 else 0
 
 
 def _states(x: torch.Tensor | None) -> States | None:

@@ -26,6 +26,8 @@ class Launch:
 
     kernel: Callable[..., None]
     first_pass: Callable[..., None] | None
+    prefix: Callable[..., None] | None
+    prefix_args: tuple[int, int, int]
     segment_states: tuple[int, ...]
     segment_chunks: int
     schedule: Callable[..., None] | None
@@ -63,6 +65,8 @@ class Launch:
         numbers = (scale, self.interval, self.segment_chunks, self.units, self.blocks)
         if self.first_pass is not None:
             self.first_pass(*given, None, *indices, None, local, workspace, out, *numbers)
+            if self.prefix is not None:
+                self.prefix(local, g_gamma, workspace, *self.prefix_args)
         self.kernel(*given, final, *indices, checkpoints, local, workspace, out, *numbers)
 
 
@@ -79,15 +83,21 @@ def launch_of(
 ) -> Callable[..., None]:
     """The launch of a plan, compiled if need be."""
     chosen, shape = plan.kernel, plan.kernel.shape
-    first_pass, schedule, schedule_args, words = None, None, (), 0
+    first_pass, prefix, schedule, schedule_args, words = None, None, None, (), 0
     if chosen.first_pass is not None:
         first_pass = jit.compiled(chosen.first_pass, KERNEL_ARCH)
+    if chosen.prefix is not None:
+        prefix = jit.compiled(chosen.prefix, KERNEL_ARCH)
     if cu_seqlens is not None and isinstance(shape, VarlenPlan):
-        schedule = jit.compiled(shape.config(8 * cu_seqlens.element_size()), KERNEL_ARCH)
+        schedule = jit.compiled(
+            shape.config(8 * cu_seqlens.element_size(), early_release=True), KERNEL_ARCH
+        )
         schedule_args, words = shape.launch_args, shape.workspace_words
     launch = Launch(
         kernel=jit.compiled(chosen.config, KERNEL_ARCH),
         first_pass=first_pass,
+        prefix=prefix,
+        prefix_args=chosen.prefix_args,
         segment_states=(shape.max_segments, plan.dims.HV, plan.dims.V, plan.dims.K),
         segment_chunks=shape.device_segment_chunks,
         schedule=schedule,

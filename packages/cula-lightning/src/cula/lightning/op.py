@@ -65,8 +65,9 @@ def lightning_prefill(
         checkpoint_interval: a multiple of 64 tokens.
         segment_tokens: our kernel cuts longer sequences into segments of so many tokens, a multiple
             of 64, which run side by side: for few heads and long sequences. Exact, but rounded in
-            another order. None or 0: sequences stay whole, so that one's bits depend on nothing
-            else in the batch.
+            another order. 0: sequences stay whole. None: the plan cuts where that is faster, which
+            depends on how many sequences, heads and tokens there are; with any number, a
+            sequence's bits depend on nothing else in the batch.
         out: ``[B, T, HV, V]`` of q's dtype, to write into.
         backend: "auto", or "cute", "fla", "reference" to insist.
         validate: copy the values of cu_seqlens and g_gamma back from the GPU and check them.

@@ -29,8 +29,8 @@ class PrefillConfig:
     mask: has_initial_state is given.
     checkpoints: states kept along the way.
     varlen: the sequences are packed, and a schedule (cula.common.varlen) says where they lie.
-    segments: long sequences are cut along time. "first": the pass that finds the states after all
-        segments but a sequence's last, each from zero; "second": the pass that starts from them.
+    segments: long sequences are cut along time. "first": the pass that finds what all segments but
+        a sequence's last add to the state; "second": the pass that starts from their sums.
     """
 
     K: int
@@ -58,3 +58,17 @@ class PrefillConfig:
         from cula.lightning.sm90.prefill import LightningPrefill
 
         return LightningPrefill(self)
+
+
+@dataclass(frozen=True)
+class PrefixConfig:
+    """The compile key of the kernel between the two passes; fields as in PrefillConfig."""
+
+    K: int
+    V: int
+    varlen: bool = False
+
+    def kernel(self):
+        from cula.lightning.sm90.prefix import SegmentPrefix
+
+        return SegmentPrefix(self)

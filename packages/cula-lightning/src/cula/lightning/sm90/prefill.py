@@ -22,7 +22,6 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cula.common.cute import math
 from cula.common.cute.smem import SmemAllocator
 from cula.common.varlen.device import ceil_div, load4, store4, take_ticket, where
 from cula.lightning.sm90.block import (
@@ -34,7 +33,7 @@ from cula.lightning.sm90.block import (
 )
 from cula.lightning.sm90.config import CHUNK, PART, States
 from cula.lightning.sm90.layouts import columns_layout, rows_layout
-from cula.lightning.sm90.states import DTYPES, HeadState, slot_of
+from cula.lightning.sm90.states import DTYPES, HeadState, KeptState, slot_of
 from cula.lightning.sm90.units import (
     END,
     RING,
@@ -67,6 +66,10 @@ class LightningPrefill:
         self.threads = 128 * (1 + self.groups)
         self.columns = CHUNK // self.groups  # of the scores, a warpgroup
         self.first_pass = config.segments == "first"
+        # The first pass lets no kernel after it start before its own wait is over. So what ran
+        # before that pass has ended when this one starts, and q, k and v may be read while the
+        # prefix kernel still runs. Packed: the load warp reads the schedule, too, so it waits.
+        self.loads_early = config.segments == "second" and not config.varlen
         loaded = 1 if self.first_pass else 2  # of k and q
         self.stage_bytes = 2 * CHUNK * (loaded * config.K + PART * self.groups)
         tiles = 2 * 2 * CHUNK * (CHUNK + PART * self.groups)
@@ -135,7 +138,7 @@ class LightningPrefill:
         mIndex: cute.Tensor | None,  # (N)
         mMask: cute.Tensor | None,  # (N)
         mMarks: cute.Tensor | None,  # (rows, HV, V, K), states along the way
-        mLocal: cute.Tensor | None,  # (segments, HV, V, K), states of segments
+        mLocal: cute.Tensor | None,  # (segments, HV, V, K), states of segments: see KeptState
         mWork: cute.Tensor | None,  # the schedule's workspace
         mO: cute.Tensor,  # (B, T, HV, V)
         scale: Float32,
@@ -195,6 +198,7 @@ class LightningPrefill:
             block=[self.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ device
@@ -259,17 +263,26 @@ class LightningPrefill:
                     cute.arch.mbarrier_init(shared.unit_empty + s, 4 * self.groups)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        # Launched before the kernel ahead of it has ended, be it ours or the caller's: nothing may
+        # be read or written before this.
+        if cutlass.const_expr(not self.loads_early):
+            cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(self.first_pass):
+            cute.arch.griddepcontrol_launch_dependents()
 
         if warp < 4:
             if cutlass.const_expr(self.groups > 1):
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
                 self.load(
-                    aQ, tQ, aK, tK, aV, tV, shared, mWork, shape, segment_chunks, units, key_heads
-                )
+                    aQ, tQ, aK, tK, aV, tV, shared, mG, mWork, shape, segment_chunks, units,
+                    key_heads,
+                )  # fmt: skip
         else:
             if cutlass.const_expr(self.groups > 1):
                 cute.arch.setmaxregister_increase(STATE_REGISTERS)
+            if cutlass.const_expr(self.loads_early):
+                cute.arch.griddepcontrol_wait()
             states = StatesInMemory(
                 mInitial, mFinal, mIndex, mMask, mMarks, mLocal, interval, segment_chunks
             )
@@ -286,6 +299,7 @@ class LightningPrefill:
         aV: cute.CopyAtom,
         tV: cute.Tensor,
         shared,
+        mG: cute.Tensor,
         mWork: cute.Tensor | None,
         shape: cute.Shape,
         segment_chunks: Int32,
@@ -311,21 +325,22 @@ class LightningPrefill:
             sQ, gQ = chunk_copies(aQ, rows_from(tQ, u.b, u.first, key_head, c.K), shared.q)
             sK, gK = chunk_copies(aK, rows_from(tK, u.b, u.first, key_head, c.K), shared.k)
             sV, gV = chunk_copies(aV, columns_from(tV, u.b, u.first, u.head), shared.v)
-            chunks = ceil_div(u.tokens, CHUNK)
-            if cutlass.const_expr(self.first_pass):  # nothing starts from the last one's state
-                chunks = where(u.segment + 1 < u.segments, chunks, 0)
+            chunks, first, step = self.walk(u, mG)
             for i in cutlass.range(chunks, unroll=1):
+                at = first + step * i
                 s = loaded % stages
                 full = shared.full + s
                 cute.arch.mbarrier_wait(shared.empty + s, loaded // stages % 2 ^ 1)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes)
                 if cutlass.const_expr(not self.first_pass):
-                    cute.copy(aQ, gQ[(None, i)], sQ[(None, s)], tma_bar_ptr=full)
-                cute.copy(aK, gK[(None, i)], sK[(None, s)], tma_bar_ptr=full)
+                    cute.copy(aQ, gQ[(None, at)], sQ[(None, s)], tma_bar_ptr=full)
+                cute.copy(aK, gK[(None, at)], sK[(None, s)], tma_bar_ptr=full)
                 for w in cutlass.range_constexpr(groups):
                     part = u.part * groups + w
-                    cute.copy(aV, gV[(None, part, i)], sV[(None, s * groups + w)], tma_bar_ptr=full)
+                    cute.copy(
+                        aV, gV[(None, part, at)], sV[(None, s * groups + w)], tma_bar_ptr=full
+                    )
                 loaded += 1
 
             unit += cute.arch.grid_dim()[0]
@@ -339,6 +354,10 @@ class LightningPrefill:
         with cute.arch.elect_one():
             publish(shared.units, slot, Unit(END))
             cute.arch.mbarrier_arrive(shared.unit_full + slot)
+
+    def walk(self, u, mG):
+        """Chunks to load: how many, the first, the step to the next."""
+        return ceil_div(u.tokens, CHUNK), 0, 1
 
     # ------------------------------------------------------------------ computes
     @cute.jit
@@ -369,7 +388,7 @@ class LightningPrefill:
             told += 1
 
             value = (u.part * groups + wg) * PART  # the warpgroup's first value channel
-            self.load_state(states, mG, u, value, thread, g.S)
+            self.load_state(states, u, value, thread, g.S)
             chunks = ceil_div(u.tokens, CHUNK)
             if chunks > 0:
                 tail = u.tokens - (chunks - 1) * CHUNK
@@ -533,12 +552,15 @@ class LightningPrefill:
 
     # ------------------------------------------------------------------ states
     @cute.jit
-    def load_state(self, states, mG: cute.Tensor, u, value: Int32, thread: Int32, S: cute.Tensor):
+    def load_state(self, states, u, value: Int32, thread: Int32, S: cute.Tensor):
         """The state that a unit starts from."""
         S.fill(0.0)
         if cutlass.const_expr(self.config.segments == "second"):
             if u.segments > 1:
-                self.join_segments(states, mG, u, value, thread, S)
+                # row 0 is the initial state, where there may be one: the pool may hold the final
+                # state already
+                if u.segment >= (1 if self.config.initial is None else 0):
+                    KeptState(states.local, u.place + u.segment, u.head, value, thread).load(S)
             elif u.segments == 1:
                 self.load_initial(states, u, value, thread, S)
         else:
@@ -553,27 +575,6 @@ class LightningPrefill:
                     slot = Int64(-1)
             if slot >= 0:
                 self.in_memory(states.initial, self.config.initial, slot, u, value, thread).load(S)
-
-    @cute.jit
-    def join_segments(
-        self, states, mG: cute.Tensor, u, value: Int32, thread: Int32, S: cute.Tensor
-    ):
-        """S after the segments before this one; the first pass left what each of them adds.
-
-        It put the sequence's initial state where the last segment's would be, and began the
-        first segment with it: the pool may hold the final state already.
-        """
-        if u.segment == 0:
-            if cutlass.const_expr(self.config.initial is not None):
-                place = u.place + u.segments - 1
-                self.in_memory(states.local, SEGMENT_STATES, place, u, value, thread).load(S)
-        else:
-            decay = math.decay(Float32(mG[u.head]) * Float32(states.segment_chunks * CHUNK))
-            added = cute.make_rmem_tensor_like(S)
-            for i in cutlass.range(u.segment, unroll=2):
-                place = u.place + i
-                self.in_memory(states.local, SEGMENT_STATES, place, u, value, thread).load(added)
-                S.store(S.load() * decay + added.load())
 
     @cute.jit
     def store_state(self, states, u, value: Int32, thread: Int32, S: cute.Tensor):

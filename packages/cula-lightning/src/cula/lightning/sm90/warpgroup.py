@@ -91,6 +91,10 @@ class StateWarpgroup:
     def issue_state(self, stage):
         self._issue(self.states, self.S, self.v_operand[0], self.k_columns, stage, True)
 
+    def issue_added(self, accumulator, stage):
+        """What a chunk adds to the state, by itself."""
+        self._issue(self.states, accumulator, self.v_operand[0], self.k_columns, stage, False)
+
     def _issue(self, product, accumulator, a, b, stage, accumulate):
         product.issue(accumulator, a, b[(None, None, None, stage)], accumulate=accumulate)
         warpgroup.commit_group()
@@ -98,6 +102,14 @@ class StateWarpgroup:
     # ---------------------------------------------------------------- register work
     def load_values(self, stage, tokens):
         """V^T of a stage as A fragments, column j times l^(tokens - 1 - j)."""
+        self.take_values(self.decayed_values(stage, tokens))
+
+    def take_values(self, values):
+        """Rounds decayed values for the product that takes them."""
+        self.v_operand[1].store(values.load().to(self.dtype))
+
+    def decayed_values(self, stage, tokens):
+        """What `take_values` takes: of a later product, while an earlier one runs."""
         copy, source, target, raw = self.copy_v
         cute.copy(copy, source[(None, None, None, stage * self.groups + self.wg)], target)
         table, first = self.table(0), tokens - 1 + ONE - self.pair()
@@ -109,7 +121,7 @@ class StateWarpgroup:
                 for i in range(2):
                     x = 4 * block + 2 * i + j
                     values[x] = values[x] * power
-        self.v_operand[1].store(values.load().to(self.dtype))
+        return values
 
     def round_state(self, tokens):
         """The 16-bit copy of S that the outputs read; S itself decays by so many tokens."""
@@ -121,6 +133,11 @@ class StateWarpgroup:
         power = self.table(0)[tokens + ONE]
         for x in range(cute.size(self.S)):
             self.S[x] = self.S[x] * power
+
+    def add(self, accumulator, power):
+        """S += power * accumulator."""
+        for x in range(cute.size(self.S)):
+            self.S[x] = self.S[x] + power * accumulator[x]
 
     def store_scores(self, buffer):
         """P, decayed and scaled, rounded, into shared memory; a power is 0 where j > i."""
