@@ -244,11 +244,12 @@ class KdaScan:
         storage = SmemAllocator().allocate(self.Shared)
         tiles = {"kg": lK, "qg": lK, "kr": lKr, "t": lSquare, "aqk": lSquare, "v": lV, "o": lO}
         shared = shared_memory(storage, tiles)
+        readers = 128 if self.cluster == 1 else 4 * self.cluster  # see release
         if warp == 0:
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(shared.full + s, 1)
-                    cute.arch.mbarrier_init(shared.empty + s, 4 * self.groups * self.cluster)
+                    cute.arch.mbarrier_init(shared.empty + s, self.groups * readers)
         cute.arch.mbarrier_init_fence()
         self.meet()
         # launched before the records are complete: nothing may be read before this
@@ -349,13 +350,19 @@ class KdaScan:
         """Values of chunk i into stage s."""
         cute.copy(aV, gV[(None, unit.part, i)], sV[(None, s)], tma_bar_ptr=full)
 
+    @cute.jit
     def release(self, empty):
-        """Tells all that fill this stage, here and in the other block, that a warp is done."""
-        if self.cluster == 1:
+        """Tells all that fill this stage, here and in the other block, that it has been read.
+
+        Every thread does so for itself: compute-sanitizer does not see that a warp's election, or
+        the barrier before it, orders the other lanes' reads as well. Across blocks one of a warp.
+        """
+        if cutlass.const_expr(self.cluster == 1):
             cute.arch.mbarrier_arrive(empty)
         else:
-            for block in range(self.cluster):
-                cute.arch.mbarrier_arrive(empty, block)
+            with cute.arch.elect_one():
+                for block in cutlass.range_constexpr(self.cluster):
+                    cute.arch.mbarrier_arrive(empty, block)
 
     # ------------------------------------------------------------------ computes
     @cute.jit
@@ -400,8 +407,7 @@ class KdaScan:
             # while these run: the output of the chunk before
             if i > 0:
                 self.store_output(g, thread)
-                with cute.arch.elect_one():
-                    self.release(shared.empty + (i - 1) % stages)
+                self.release(shared.empty + (i - 1) % stages)
                 if thread < 32:
                     cute.copy(aO, sO[(None, 0)], gO[(None, unit.part, i - 1)])
                     cute.arch.cp_async_bulk_commit_group()

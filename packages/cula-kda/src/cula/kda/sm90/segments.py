@@ -105,8 +105,7 @@ class KdaSegments(KdaScan):
             g.issue_present(s)
             warpgroup.wait_group(0)
             g.update_state(s)
-            with cute.arch.elect_one():
-                self.release(shared.empty + s)
+            self.release(shared.empty + s)
         # K or V of 64: a lone channel group has a neighbour without channels
         if part < self.value_parts + self.config.K // PART:
             place = self.segment_state(states, unit, unit.segment, part, thread)
