@@ -80,7 +80,7 @@ def _time(case: LightningCase, call: Callable[[], object], session: Session) -> 
         sample = timing.graph_time([call])
         session.spreads.append(sample.spread)
         return {"ms": sample.value}
-    times = timing.call_times(call)
+    times = (timing.brief_call_times if case.packed else timing.call_times)(call)
     session.spreads.append(times.ms.spread)
     return {"ms": times.ms.value, "host_us": times.host_us.value}
 

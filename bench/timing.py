@@ -11,6 +11,7 @@ GPU time is a median over repeats; figures that hold host time are the least of 
 else runs on the host only ever adds. Each has its spread.
 """
 
+import functools
 import gc
 import math
 import statistics
@@ -95,6 +96,10 @@ def _wait() -> None:
 
 def _rest() -> None:
     time.sleep(0.04)
+
+
+def _no_rest() -> None:
+    pass
 
 
 def graph_repeats(replay_ms: float, calls: int, *, target_ms: float, most_calls: int) -> int:
@@ -237,6 +242,10 @@ def call_times(
             stream_ms.append(first.elapsed_time(last) / batch)
             host_us.append((ended - began) / 1e3 / batch)
     return CallTimes(least_of(stream_ms), least_of(host_us))
+
+
+brief_call_times = functools.partial(call_times, batch=16, repeats=10, rest=_no_rest)
+"""`call_times` for many long calls: enough for their GPU time, little for the host's."""
 
 
 def host_time(
