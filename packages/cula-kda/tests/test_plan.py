@@ -19,7 +19,7 @@ from cula.kda.cases import (
     kernel_plan_of,
     make_inputs,
 )
-from cula.kda.kernel_plan import NOT_VERIFIED, no_kernel
+from cula.kda.kernel_plan import no_kernel
 from cula.kda.plan import _backend as choose
 from cula.kda.plan import plan_prefill
 from cula.kda.segment_plan import predicted_time, suitable_segment
@@ -189,33 +189,20 @@ def test_backend_on_a_gpu(monkeypatch: pytest.MonkeyPatch, missing: str | None) 
     assert choose(call, "reference", gpu, dims, 1, None)[0] == "reference"
 
 
-def test_kernels_run_for_those_who_insist(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU has verified them, so nobody gets them unasked."""
-    monkeypatch.setattr(kernel_plan, "arch_of", lambda device: "sm_90a")
-    monkeypatch.setattr(kernel_plan, "missing_compiler", lambda: None)
-    monkeypatch.delenv("CULA_BACKEND", raising=False)
-    dims = plan_of(CASES["one chunk"]).dims
-    q = gpu_tensor(1, 64, 2, 128)
-    assert no_kernel("cute", q, dims, {}) is None
-    assert no_kernel("auto", q, dims, {}) == NOT_VERIFIED
-    monkeypatch.setenv("CULA_BACKEND", "cute")
-    assert no_kernel("auto", q, dims, {}) is None
-
-
 def test_what_has_no_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_plan, "missing_compiler", lambda: None)
     dims = plan_of(CASES["one chunk"]).dims
     q = gpu_tensor(1, 64, 2, 128)
     monkeypatch.setattr(kernel_plan, "arch_of", lambda device: "sm_80")
-    assert "sm_80" in no_kernel("cute", q, dims, {})
+    assert "sm_80" in no_kernel(q, dims, {})
     monkeypatch.setattr(kernel_plan, "arch_of", lambda device: "sm_90a")
-    assert "float32" in no_kernel("cute", gpu_tensor(1, 2, 2, 128, dtype=torch.float32), dims, {})
-    assert "K = 100" in no_kernel("cute", q, replace(dims, K=100), {})
+    assert "float32" in no_kernel(gpu_tensor(1, 2, 2, 128, dtype=torch.float32), dims, {})
+    assert "K = 100" in no_kernel(q, replace(dims, K=100), {})
     for state in (
         torch.zeros(2, 2, 128, 256)[..., ::2],
         torch.zeros(33000)[1:32769].view(1, 2, 128, 128),
     ):
-        assert "state: strides" in no_kernel("cute", q, dims, {"state": state})
+        assert "state: strides" in no_kernel(q, dims, {"state": state})
 
 
 def test_workspace_is_bounded_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:

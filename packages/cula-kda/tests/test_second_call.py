@@ -69,10 +69,9 @@ def test_upstream(check, name, packed):
 
 
 @pytest.fixture
-def taken(import_with_fla, not_planned_again, monkeypatch):
-    """FLA's function, ours where the plan says so (today only where CULA_BACKEND does)."""
+def taken(import_with_fla, not_planned_again):
+    """FLA's function, ours where the plan says so."""
     module = import_with_fla("cula.kda.fla")
-    monkeypatch.setenv("CULA_BACKEND", "cute")
     check = not_planned_again("kda")
     check.adapter = module._takeover.adapters[0]
     return check
@@ -104,12 +103,3 @@ def test_no_final_state_and_older_names(taken):
     with torch.no_grad():
         for _, final in taken(lambda: fla_chunk_kda(**x)):
             assert final is None
-
-
-def test_a_kernel_that_auto_would_not_choose_is_not_chosen_for_fla(taken, monkeypatch):
-    """What is accepted runs by the backend "auto"; so "auto" has to be the judge."""
-    fla = taken.module("fla")
-    monkeypatch.delenv("CULA_BACKEND")
-    monkeypatch.setattr(fla, "no_kernel", lambda requested, *_: f"{requested} is not enough")
-    with torch.no_grad():
-        assert taken.adapter.refusal(tokens()) == "auto is not enough"

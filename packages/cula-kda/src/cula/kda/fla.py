@@ -15,7 +15,6 @@ from cula.common.fla_adapter import Adapter, device_kind, kind_of
 from cula.common.fla_backend import Patch, Takeover
 from cula.common.layouts import new_output, new_states
 from cula.kda import launch
-from cula.kda.kernel_plan import no_kernel
 from cula.kda.op import chunk_kda
 from cula.kda.plan import Plan, plan_chunk
 from cula.kda.reference import KdaInputs
@@ -100,17 +99,12 @@ def _plan(call: Mapping[str, Any], backend: str) -> Plan:
     for name in ("cp_context", "use_graph"):
         if call.get(name):
             only_fla = name
-    plan = plan_chunk(
+    return plan_chunk(
         **given,
         only_fla=only_fla,
         differentiable=needs_grad(*(call.get(name) for name in TENSORS)),
         backend=backend,
     )
-    if plan.backend == "cute":  # asked for; what follows, in `_run`, takes what "auto" gives
-        missing = no_kernel("auto", call["q"], plan.dims, {})
-        if missing is not None:
-            raise NotImplementedError(missing)
-    return plan
 
 
 def _run(call: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,7 +1,6 @@
 """Which kernels run a call, if any: from shapes, strides and dtypes alone."""
 
 import math
-import os
 from dataclasses import dataclass
 
 import torch
@@ -25,10 +24,6 @@ from cula.kda.sm90.config import (
 KERNEL_ARCH = "sm_90a"
 KERNEL_DIMS = (64, 128)
 IO_DTYPES = (torch.bfloat16, torch.float16)
-NOT_VERIFIED = (
-    "the kernels for chunked KDA have not been verified on this GPU yet; "
-    "ask for them with backend='cute'"
-)
 NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -186,17 +181,10 @@ def loadable_states(x: torch.Tensor) -> bool:
     return dense and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:2])
 
 
-def no_kernel(
-    requested: str,
-    q: torch.Tensor,
-    dims: Dims,
-    states: dict[str, torch.Tensor | None],
-) -> str | None:
+def no_kernel(q: torch.Tensor, dims: Dims, states: dict[str, torch.Tensor | None]) -> str | None:
     """Why our kernels do not run this, or None.
 
     Args:
-        requested: the backend asked for: until a GPU has verified them, the kernels run for those
-            who insist.
         states: what is written or too large to copy, by argument; V-first by shape.
     """
     if q.device.type != "cuda":
@@ -214,5 +202,4 @@ def no_kernel(
                 f"{arg}: strides {list(x.stride())}; slots and heads must start at multiples of 8 "
                 "elements and the whole at one of 16 bytes"
             )
-    asked = requested if requested != "auto" else os.environ.get("CULA_BACKEND")
-    return missing_compiler() or (None if asked == "cute" else NOT_VERIFIED)
+    return missing_compiler()

@@ -131,7 +131,7 @@ def plan_prefill(
         _flag(use_qk_l2norm_in_kernel),
         _scale(scale, dims),
     )
-    missing = no_kernel(backend, q, dims, {"state": state, "checkpoints": checkpoints})
+    missing = no_kernel(q, dims, {"state": state, "checkpoints": checkpoints})
     chosen, reason = _backend("kda_prefill", backend, q.device, dims, sequences, missing)
     kernels = None
     if chosen == "cute":
@@ -245,7 +245,7 @@ def plan_chunk(
     elif intermediate_states:
         missing = "the kernels keep no intermediate states"
     else:
-        missing = no_kernel(backend, q, dims, {})
+        missing = no_kernel(q, dims, {})
     chosen, reason = _backend("chunk_kda", backend, q.device, dims, sequences, missing)
     if only_fla and chosen != "fla":
         raise NotImplementedError(f"{only_fla}: given; needs FLA. {reason}")

@@ -22,6 +22,7 @@ from cutlass.cutlass_dsl import select_
 
 from cula.common.varlen.plan import (
     CHUNK_WORDS,
+    CHUNKS_WORD,
     HEADER_WORDS,
     SEGMENT_WORDS,
     TICKETS,
@@ -73,6 +74,11 @@ def read_segment(workspace, index) -> SegmentRow:
 def read_chunk(workspace, chunks_at, index) -> ChunkRow:
     """Row `index` < plan.max_chunks of the table at plan.chunks_at; one 16-byte load."""
     return ChunkRow(*load4(workspace + (chunks_at + index * CHUNK_WORDS)))
+
+
+def chunk_count(workspace) -> Int32:
+    """How many chunks there are, at most plan.max_chunks."""
+    return Int32(cute.make_tensor(workspace + CHUNKS_WORD, cute.make_layout(1))[0])
 
 
 def take_ticket(workspace, counter: int) -> Int32:

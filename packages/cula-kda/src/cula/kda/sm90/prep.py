@@ -21,13 +21,13 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cula.common.cute import math
 from cula.common.cute.smem import SmemAllocator
-from cula.common.varlen.device import ceil_div, read_chunk, where
+from cula.common.varlen.device import ceil_div, chunk_count, read_chunk, where
 from cula.kda.sm90 import ptx
 from cula.kda.sm90.config import BLOCK, CHUNK, PREP_BLOCKS_PER_SM, Record
 from cula.kda.sm90.layouts import rows_layout
@@ -67,14 +67,12 @@ class Inputs:
     heads: cute.FastDivmodDivisorV2
     group: cute.FastDivmodDivisorV2  # value heads a key head
     chunks: cute.FastDivmodDivisorV2  # of one of equal lengths
-    count: Int32  # (chunk, head) pairs
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a (chunk, head) lies. there: packed sequences may have fewer chunks than the bound."""
+    """Where a (chunk, head) lies."""
 
-    there: Boolean
     b: Int32
     first: Int32
     tokens: Int32
@@ -233,6 +231,8 @@ class KdaPrep:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
+        if cutlass.const_expr(mWork is not None):  # the bound is for the host
+            count = chunk_count(mWork.iterator) * mG.shape[2]
         inputs = Inputs(
             q=(aQ, tQ, lX, self.io),
             k=(aK, tK, lX, self.io),
@@ -247,18 +247,17 @@ class KdaPrep:
             heads=heads,
             group=group,
             chunks=chunks,
-            count=count,
         )
+        # the last chunks first: what the scan begins with is then still in L2
         block, blocks = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
-        self.load_keys(inputs, storage, warp, block)
+        last = count - 1 - block
+        self.load_keys(inputs, storage, warp, last)
         if warp == LAST:
-            self.load_gates(inputs, storage, block)
-        for i in cutlass.range(ceil_div(count - block, blocks), unroll=1):
-            index = block + i * blocks
-            place = self.place_of(inputs, index)
-            if place.there:
-                record = Int64(mRecords.iterator.toint()) + Int64(index) * Int64(self.record.bytes)
-                self.prepare(inputs, storage, i, index + blocks, place, record, scale, lower_bound)
+            self.load_gates(inputs, storage, last)
+        for turn in cutlass.range(ceil_div(count - block, blocks), unroll=1):
+            index = last - turn * blocks
+            record = Int64(mRecords.iterator.toint()) + Int64(index) * Int64(self.record.bytes)
+            self.prepare(inputs, storage, turn, index, index - blocks, record, scale, lower_bound)
 
     def place_of(self, inputs, index: Int32) -> Place:
         """Of the index-th (chunk, head). Heads are fastest: neighbours in memory."""
@@ -267,9 +266,9 @@ class KdaPrep:
             b, number = (Int32(x) for x in divmod(chunk, inputs.chunks))
             first = number * CHUNK
             left = inputs.length - first
-            return Place(Boolean(True), b, first, where(left < CHUNK, left, CHUNK), head)
+            return Place(b, first, where(left < CHUNK, left, CHUNK), head)
         row = read_chunk(inputs.mWork.iterator, inputs.chunks_at, chunk)
-        return Place(row.sequence >= 0, Int32(0), row.begin, row.tokens, head)
+        return Place(Int32(0), row.begin, row.tokens, head)
 
     @cute.jit
     def prepare(
@@ -277,8 +276,8 @@ class KdaPrep:
         inputs,
         storage,
         turn: Int32,
+        index: Int32,
         next_index: Int32,
-        place,
         record: Int64,
         scale: Float32,
         lower_bound: Float32,
@@ -286,6 +285,7 @@ class KdaPrep:
         c, pieces = self.config, self.pieces
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
+        place = self.place_of(inputs, index)
         me = self.warp_of(storage, warp, lane)
         valid = place.tokens - 16 * warp
         token = lane & 15
@@ -376,28 +376,26 @@ class KdaPrep:
     @cute.jit
     def load_keys(self, inputs, storage, warp: Int32, index: Int32):
         """Starts the loads of the warp's k and q of the index-th (chunk, head), if there is one."""
-        if index < inputs.count:
+        if index >= 0:
             place = self.place_of(inputs, index)
-            if place.there:
-                full = storage.full.data_ptr() + warp
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * self.pieces * ROWS)
-                key_head = Int32(divmod(place.head, inputs.group)[0])
-                self.load_rows(inputs.k, storage.k, full, warp, place, key_head)
-                self.load_rows(inputs.q, storage.q, full, warp, place, key_head)
+            full = storage.full.data_ptr() + warp
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * self.pieces * ROWS)
+            key_head = Int32(divmod(place.head, inputs.group)[0])
+            self.load_rows(inputs.k, storage.k, full, warp, place, key_head)
+            self.load_rows(inputs.q, storage.q, full, warp, place, key_head)
 
     @cute.jit
     def load_gates(self, inputs, storage, index: Int32):
         """The same for all warps' gates of 16 bits, over `back`, which the block has used up."""
         if cutlass.const_expr(self.gates_by_tma):
-            if index < inputs.count:
+            if index >= 0:
                 place = self.place_of(inputs, index)
-                if place.there:
-                    for warp in cutlass.range_constexpr(4):
-                        full = storage.gates.data_ptr() + warp
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(full, self.pieces * ROWS)
-                        self.load_rows(inputs.g, storage.back, full, warp, place, place.head)
+                for warp in cutlass.range_constexpr(4):
+                    full = storage.gates.data_ptr() + warp
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, self.pieces * ROWS)
+                    self.load_rows(inputs.g, storage.back, full, warp, place, place.head)
 
     def load_rows(self, source: tuple, tile, full, warp: Int32, place, head: Int32) -> None:
         """Past the tensor's end TMA fills in zeros."""

@@ -442,7 +442,7 @@ class KdaScan:
                 cute.copy(aO, sO[(None, 0)], gO[(None, unit.part, chunks - 1)])
                 cute.arch.cp_async_bulk_commit_group()
         self.store_state(states, unit, thread, g)
-        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory goes with the block
 
     @cute.jit
     def store_output(self, g, thread: Int32):

@@ -79,9 +79,6 @@ class ScanState:
         copy, source, target, _ = self.copy_v
         cute.copy(copy, source[(None, None, None, stage)], target)
 
-    def no_values(self):
-        self.copy_v[3].fill(0.0)
-
     def clear_values(self, tokens):
         """Zeros the tokens that are not the sequence's."""
         raw = self.copy_v[3]
@@ -122,8 +119,11 @@ class ScanState:
         self._set_units(self.largest(self.S))
         self.S_times(self.units)
 
-    def grow_units(self, largest):
-        """New units where they are outgrown, for values of this size; S and its copy follow."""
+    def grow_units(self, largest) -> list:
+        """New units where they are outgrown, for values of this size; S and its copy follow.
+
+        Returns what the rows were multiplied by.
+        """
         before = [self.units[2 + i] for i in range(2)]
         over = [x * self.units[i] > Float32(GROWTH) for i, x in enumerate(largest)]
         self._set_units([math.select(over[i], largest[i], before[i]) for i in range(2)])
@@ -136,6 +136,12 @@ class ScanState:
         for x in range(cute.size(numbers)):
             numbers[x] = numbers[x] * factors[x // 2 % 2]
         rounded.store(numbers.load().to(Float16))
+        return factors
+
+    def rescale_past(self, factors):
+        """X was found in the units before."""
+        for x in range(cute.size(self.X)):
+            self.X[x] = self.X[x] * factors[x // 2 % 2]
 
     def _set_units(self, largest):
         """The powers of two at or below the values, and their inverses; both stay normal."""

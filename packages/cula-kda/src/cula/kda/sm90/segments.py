@@ -86,16 +86,16 @@ class KdaSegments(KdaScan):
         for i in cutlass.range(unit.tokens // CHUNK, unroll=1):
             s = i % stages
             cute.arch.mbarrier_wait(shared.full + s, i // stages % 2)
-            if values:
-                g.load_values(s * self.groups + group)
-                largest = g.largest_value()
-                if cute.arch.vote_any_sync(g.outgrown(largest)):
-                    g.grow_units(largest)
-            else:
-                g.no_values()
             warpgroup.fence()
             g.issue_past(s)
+            # while it runs, and without a branch: M's rows have values, too, of 0
+            g.load_values(s * self.groups + group)
+            g.clear_values(where(values, CHUNK, 0))
+            largest = g.largest_value()
+            outgrown = cute.arch.vote_any_sync(g.outgrown(largest))
             warpgroup.wait_group(0)
+            if outgrown:
+                g.rescale_past(g.grow_units(largest))
             g.round_difference()
             warpgroup.fence()
             g.issue_values(s)
