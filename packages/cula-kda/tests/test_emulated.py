@@ -349,3 +349,23 @@ class Passes:
             self.shape.device_segment_chunks,
             units,
         )
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("varlen", [False, True])
+def test_states_at_the_start_of_chunks(emulated, varlen, v_first) -> None:
+    lengths = (130, 0, 64, 5) if varlen else (130, 130)
+    given = make_inputs(Case(lengths, H=1, HV=1, K=64, V=64, varlen=varlen))
+    inputs = {n: x for n, x in given.items() if n not in ("state", "state_indices")}
+    del inputs["has_initial_state"]
+    options = {"state_v_first": v_first, "output_final_state": True}
+    options["initial_state"] = torch.randn(len(lengths), 1, 64, 64)
+    options["return_intermediate_states"] = True
+    with torch.inference_mode():
+        right = chunk_kda(**inputs, **options)
+        with emulated() as seen:
+            results = chunk_kda(**inputs, **options)
+    assert seen.configs
+    for name, x, want in zip(("o", "final", "h"), results, right, strict=True):
+        assert x.shape == want.shape and x.dtype == want.dtype
+        assert_close(name, x, want, TOLERANCE)

@@ -17,6 +17,7 @@ pytestmark = [
 needs_fla = pytest.mark.skipif(fla_missing() is not None, reason=str(fla_missing()))
 
 TOLERANCE = 5e-3
+NAMES = ("q", "k", "v", "g", "beta")
 # Steps of 2 along one direction amplify every rounding (test_roundings.py has the bare algorithm).
 AMPLIFYING = {"repeated keys, beta 2": 4e-2, "beta to 2": 1e-2, "repeated keys": 1e-2}
 SUPPORTED = [
@@ -154,6 +155,27 @@ def test_surroundings_are_neither_read_nor_written(varlen: bool) -> None:
 
 
 @pytest.mark.parametrize("segment_tokens", [0, 64])
+@pytest.mark.parametrize("segment", [False, True])
+def test_states_at_the_start_of_chunks(segment: bool) -> None:
+    """Also where few heads have their sequences cut."""
+    heads = 1 if segment else 64
+    given = make_inputs(Case((8192, 8129), H=heads, HV=heads, varlen=True), "cuda")
+    inputs = {n: given[n] for n in (*NAMES, "cu_seqlens", "A_log", "dt_bias", "lower_bound")}
+    results = {}
+    with torch.inference_mode():
+        for backend in ("cute", "reference"):
+            results[backend] = chunk_kda(
+                **inputs,
+                use_gate_in_kernel=True,
+                use_qk_l2norm_in_kernel=True,
+                output_final_state=True,
+                return_intermediate_states=True,
+                backend=backend,
+            )
+    for name, ours, right in zip(("o", "final", "h"), *results.values(), strict=True):
+        assert_close(name, ours, right, TOLERANCE)
+
+
 def test_graph_replays_with_other_bounds_and_slots(segment_tokens: int) -> None:
     case = Case((300, 28), H=2, HV=2, varlen=True, segment_tokens=segment_tokens)
     inputs = make_inputs(case, "cuda")

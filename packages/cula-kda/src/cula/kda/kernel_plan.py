@@ -127,6 +127,7 @@ def kernel_plan(
     state_indices: torch.Tensor | None = None,
     mask: bool = False,
     checkpoints: torch.Tensor | None = None,
+    starts: bool = False,
     varlen: bool,
     segment_tokens: int | None = None,
     sms: int,
@@ -135,6 +136,7 @@ def kernel_plan(
 
     Args:
         initial, final, checkpoints: V-first by shape, whatever their layout in memory.
+        starts: checkpoints are the states before every chunk.
         segment_tokens: as `kda_prefill` takes it.
         sms: multiprocessors of the GPU.
     """
@@ -162,6 +164,7 @@ def kernel_plan(
         state_indices=None if state_indices is None else NAMES[state_indices.dtype],
         mask=mask,
         checkpoints=_states(checkpoints),
+        starts=starts,
         varlen=varlen,
         segments="second" if segment_chunks else None,
     )

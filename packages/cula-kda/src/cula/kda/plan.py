@@ -190,7 +190,7 @@ def plan_chunk(
     dt_bias: torch.Tensor | None = None,
     chunk_size: int = 64,
     final_state: torch.Tensor | None = None,
-    intermediate_states: bool = False,
+    starts: torch.Tensor | None = None,
     only_fla: str | None = None,
     differentiable: bool = False,
     backend: str = "auto",
@@ -199,7 +199,7 @@ def plan_chunk(
 
     Args:
         final_state: where the kernel is to put the final state, of the call's own making.
-        intermediate_states: whether the states at the start of chunks are wanted.
+        starts: where the states at the start of chunks are to go, of the call's own making.
         only_fla: the keyword, if any, that nothing but FLA can serve on a GPU.
         differentiable: whether gradients are needed.
     """
@@ -242,8 +242,11 @@ def plan_chunk(
         missing = f"{only_fla} is FLA's"
     elif differentiable:
         missing = "gradients are needed"
-    elif intermediate_states:
-        missing = "the kernels keep no intermediate states"
+    elif starts is not None and (chunk_size != CHUNK or starts.dtype != torch.bfloat16):
+        missing = (
+            f"no kernel keeps intermediate states of {starts.dtype} every {chunk_size} tokens; "
+            f"they must be bfloat16, every {CHUNK}"
+        )
     else:
         missing = no_kernel(q, dims, {})
     chosen, reason = _backend("chunk_kda", backend, q.device, dims, sequences, missing)
@@ -254,6 +257,7 @@ def plan_chunk(
         initial, final = (
             x if x is None or state_v_first else x.mT for x in (initial_state, final_state)
         )
+        checkpoints = None if starts is None else starts_by_row(starts, state_v_first)
         kernels = kernel_plan(
             q,
             g,
@@ -263,6 +267,8 @@ def plan_chunk(
             sequences,
             initial=initial,
             final=final,
+            checkpoints=checkpoints,
+            starts=starts is not None,
             varlen=cu_seqlens is not None,
             sms=sm_count(q.device),
         )
@@ -281,6 +287,12 @@ def plan_chunk(
         reason,
         kernels,
     )
+
+
+def starts_by_row(starts: torch.Tensor, v_first: bool) -> torch.Tensor:
+    """`chunk_kda`'s [B, chunks, HV, ..] as the kernel's [rows, HV, V, K]."""
+    rows = starts.flatten(0, 1)
+    return rows if v_first else rows.mT
 
 
 def _require_inputs(

@@ -4,6 +4,8 @@ A call whose plan was our kernels leaves its launch behind under a short key, an
 goes straight to it (launch.py).
 """
 
+from dataclasses import replace
+
 import torch
 
 from cula.common.checks import require
@@ -12,7 +14,7 @@ from cula.common.pool import load_states, store_checkpoints, store_states
 from cula.common.ragged import sequences_of
 from cula.common.registry import register_op
 from cula.kda import fla_fallback, launch, reference
-from cula.kda.plan import Plan, plan_chunk, plan_prefill
+from cula.kda.plan import Plan, plan_chunk, plan_prefill, starts_by_row
 from cula.kda.reference import KdaInputs
 
 
@@ -278,10 +280,12 @@ def _chunk(
         dt_bias=dt_bias,
         chunk_size=chunk_size,
         final_state=final_state,
-        intermediate_states=h is not None,
+        starts=h,
         backend=backend,
     )
     if plan.kernels is not None and not plan.empty:
+        if h is not None:
+            pool = replace(pool, checkpoints=starts_by_row(h, state_v_first))
         launch.run(
             plan.kernels,
             key,

@@ -115,7 +115,8 @@ class ScanConfig:
     initial, final: the states that sequences start from and where their last ones go, in slots that
         `state_indices` ("int32", "int64") names (absent: sequence n has slot n).
     mask: has_initial_state is given.
-    checkpoints: states kept along the way.
+    checkpoints: states kept along the way: after every so many tokens, or with `starts` before
+        every chunk, in its row.
     varlen: as in PrepConfig.
     segments: None: sequences are whole. Where they are cut along time, the pass: "first" finds what
         each segment does to a state, "second" is the scan from the states before segments.
@@ -129,6 +130,7 @@ class ScanConfig:
     state_indices: str | None = None
     mask: bool = False
     checkpoints: States | None = None
+    starts: bool = False
     varlen: bool = False
     segments: Literal["first", "second"] | None = None
 

@@ -382,6 +382,8 @@ class KdaScan:
         sO, gO = chunk_copies(aO, columns_from(tO, unit), shared.o)
         self.load_state(states, unit, thread, g.S)
         g.start_units()
+        if cutlass.const_expr(self.config.starts):
+            self.keep_state(states, unit, Int32(0), thread, g)
         g.round_state()
         g.O.fill(0.0)
 
@@ -519,8 +521,12 @@ class KdaScan:
     def keep_state(self, states, unit, chunks: Int32, thread: Int32, g):
         """A checkpoint, if one is due after so many chunks of the unit."""
         done = unit.before + chunks * CHUNK
-        if (chunks * CHUNK <= unit.tokens) & (done % states.interval == 0):
+        if cutlass.const_expr(self.config.starts):
+            due, row = chunks * CHUNK < unit.tokens, Int64(unit.chunk + chunks)
+        else:
+            due = (chunks * CHUNK <= unit.tokens) & (done % states.interval == 0)
             row = Int64(unit.start // states.interval + done // states.interval - 1)
+        if due:
             kind = self.config.checkpoints
             place = self.in_memory(states.marks, kind, row, unit, unit.part, thread)
             place.store(g.S, [g.units[2], g.units[3]])
