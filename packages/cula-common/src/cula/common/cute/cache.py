@@ -10,8 +10,8 @@ NORMAL = 0x1000000000000000
 FIRST = 0x12F0000000000000
 
 
-def evict_first_if(condition) -> Int64:
-    """For what nobody reads again, where the condition holds: the next to go."""
-    if isinstance(condition, bool):
-        return Int64(FIRST if condition else NORMAL)
-    return Int64(select_(condition, Int64(FIRST), Int64(NORMAL)))
+def evict_first(alone=True) -> Int64:
+    """For what nobody reads again: the next to go. `alone`: whether that is so; may be dynamic."""
+    if isinstance(alone, bool):
+        return Int64(FIRST if alone else NORMAL)
+    return Int64(select_(alone, Int64(FIRST), Int64(NORMAL)))

@@ -24,6 +24,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from cula.common.cute import cache
 from cula.common.cute.smem import SmemAllocator
 from cula.common.varlen.device import (
     ceil_div,
@@ -348,7 +349,13 @@ class KdaScan:
     @cute.jit
     def load_values(self, aV: cute.CopyAtom, gV, sV, unit, i: Int32, s: Int32, full: cute.Pointer):
         """Values of chunk i into stage s."""
-        cute.copy(aV, gV[(None, unit.part, i)], sV[(None, s)], tma_bar_ptr=full)
+        cute.copy(
+            aV,
+            gV[(None, unit.part, i)],
+            sV[(None, s)],
+            tma_bar_ptr=full,
+            cache_policy=cache.evict_first(),
+        )
 
     @cute.jit
     def release(self, empty):
@@ -411,7 +418,12 @@ class KdaScan:
                 self.store_output(g, thread)
                 self.release(shared.empty + (i - 1) % stages)
                 if thread < 32:
-                    cute.copy(aO, sO[(None, 0)], gO[(None, unit.part, i - 1)])
+                    cute.copy(
+                        aO,
+                        sO[(None, 0)],
+                        gO[(None, unit.part, i - 1)],
+                        cache_policy=cache.evict_first(),
+                    )
                     cute.arch.cp_async_bulk_commit_group()
             warpgroup.wait_group(1)
             g.round_difference()
@@ -441,7 +453,12 @@ class KdaScan:
                         shared, mO, unit, unit.first + (chunks - 1) * CHUNK, tail, thread
                     )
             if (thread < 32) & whole:
-                cute.copy(aO, sO[(None, 0)], gO[(None, unit.part, chunks - 1)])
+                cute.copy(
+                    aO,
+                    sO[(None, 0)],
+                    gO[(None, unit.part, chunks - 1)],
+                    cache_policy=cache.evict_first(),
+                )
                 cute.arch.cp_async_bulk_commit_group()
         self.store_state(states, unit, thread, g)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory goes with the block

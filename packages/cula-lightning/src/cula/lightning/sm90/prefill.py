@@ -298,7 +298,7 @@ class LightningPrefill:
         """
         if self.config.segments != "second":
             return {}
-        return {"cache_policy": cache.evict_first_if(alone)}
+        return {"cache_policy": cache.evict_first(alone)}
 
     def load_shared(self, atom, source, target, full, group) -> None:
         """q and k, which value heads of a group and a head's parts share."""
