@@ -20,11 +20,16 @@ Floor:    those bytes at the memory's copy rate.
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass import Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from cula.common.cute.dtypes import DTYPES
 from cula.common.cute.smem import SmemAllocator
+from cula.common.cute.states import HeadState, slot_of
+from cula.common.cute.tma import tile_copies
+from cula.common.cute.wgmma import columns_layout, rows_layout
+from cula.common.kernel_args import States
 from cula.common.varlen.device import (
     ceil_div,
     fixed_segment,
@@ -36,24 +41,16 @@ from cula.common.varlen.device import (
 )
 from cula.kda.sm90 import ptx
 from cula.kda.sm90.config import CHUNK, PART, Record
-from cula.kda.sm90.layouts import columns_layout, rows_layout
 from cula.kda.sm90.scan_block import (
+    StatesInMemory,
     Unit,
-    chunk_copies,
     columns_from,
     segment_states,
     shared_memory,
 )
 from cula.kda.sm90.scan_state import scan_state
-from cula.kda.sm90.states import (
-    DTYPES,
-    SEGMENT_STATES,
-    StatesInMemory,
-    head_state,
-    slot_of,
-)
 
-IO = {"bf16": BFloat16, "fp16": Float16}
+SEGMENT_STATES = States("fp32", True)
 SHARED = 226 * 1024
 LOADING_REGISTERS, STATE_REGISTERS = 24, 240  # a thread, where two warpgroups compute
 WHOLE = 2**31 - 1  # chunks a segment: sequences are not cut
@@ -70,7 +67,7 @@ class KdaScan:
 
     def __init__(self, config):
         self.config = config
-        self.io = IO[config.io]
+        self.io = DTYPES[config.io]
         self.record = Record(config.K)
         self.parts = config.parts
         self.cluster = config.cluster
@@ -317,7 +314,7 @@ class KdaScan:
     ):
         """The load warp: keeps the stages filled."""
         stages, record = self.stages, self.record
-        sV, gV = chunk_copies(aV, columns_from(tV, unit), shared.v)
+        sV, gV = tile_copies(aV, columns_from(tV, unit), shared.v)
         for i in cutlass.range(ceil_div(unit.tokens, CHUNK), unroll=1):
             s = i % stages
             full = shared.full + s
@@ -379,7 +376,7 @@ class KdaScan:
         stages = self.stages
         thread = cute.arch.thread_idx()[0] % 128
         g = scan_state(shared, self.config, self.io, thread)
-        sO, gO = chunk_copies(aO, columns_from(tO, unit), shared.o)
+        sO, gO = tile_copies(aO, columns_from(tO, unit), shared.o)
         self.load_state(states, unit, thread, g.S)
         g.start_units()
         if cutlass.const_expr(self.config.starts):
@@ -496,7 +493,7 @@ class KdaScan:
     def load_initial(self, states, unit, part: Int32, thread: Int32, S: cute.Tensor):
         """The state that the sequence starts from, if it has one."""
         if cutlass.const_expr(self.config.initial is not None):
-            slot = slot_of(states, unit.n, states.initial.shape[0])
+            slot = slot_of(states.index, unit.n, states.initial.shape[0])
             if cutlass.const_expr(states.mask is not None):
                 if states.mask[unit.n] == 0:
                     slot = Int64(-1)
@@ -507,7 +504,7 @@ class KdaScan:
     @cute.jit
     def store_state(self, states, unit, thread: Int32, g):
         if cutlass.const_expr(self.config.final is not None):
-            slot = slot_of(states, unit.n, states.final.shape[0])
+            slot = slot_of(states.index, unit.n, states.final.shape[0])
             if cutlass.const_expr(self.config.segments is not None):
                 if unit.segment + 1 < unit.segments:
                     slot = Int64(-1)
@@ -533,7 +530,7 @@ class KdaScan:
 
     def in_memory(self, tensor, kind, slot, unit, part, thread):
         value = part * PART
-        return head_state(tensor, slot, unit.head, value, thread, self.config.K, kind.v_first)
+        return HeadState(tensor, slot, unit.head, value, thread, self.config.K, kind.v_first)
 
     def segment_state(self, states, unit, segment, part, thread):
         """64 rows of a segment of the unit's sequence in the workspace."""
