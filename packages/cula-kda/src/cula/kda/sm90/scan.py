@@ -26,6 +26,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cula.common.cute.dtypes import DTYPES
 from cula.common.cute.smem import SmemAllocator
+from cula.common.cute.stand_ins import fake_states, fake_tokens, fake_vector
 from cula.common.cute.states import HeadState, slot_of
 from cula.common.cute.tma import tile_copies
 from cula.common.cute.wgmma import columns_layout, rows_layout
@@ -92,44 +93,25 @@ class KdaScan:
 
     # ------------------------------------------------------------------ host
     def fake_args(self) -> tuple:
-        """Stand-ins for the arguments of `__call__`.
-
-        A size that two of them share is one symbol: the call checks it.
-        """
+        """Stand-ins for the arguments of `__call__`."""
         c = self.config
         B, T, HV = (cute.sym_int() for _ in range(3))
 
-        def tokens():
-            strides = [cute.sym_int64(divisibility=8) for _ in range(3)]
-            return make_fake_tensor(self.io, (B, T, HV, c.V), (*strides, 1), assumed_align=16)
-
         def states(kind):
-            if kind is None:
-                return None
-            inner = (c.K, 1) if kind.v_first else (1, c.V)
-            outer = [cute.sym_int64(divisibility=8) for _ in range(2)]
-            shape = (cute.sym_int(), HV, c.V, c.K)
-            return make_fake_tensor(DTYPES[kind.dtype], shape, (*outer, *inner), assumed_align=16)
-
-        segments = None if c.segments is None else segment_states(c, HV)
-
-        def vector_of(dtype, present=True, align=None):
-            if not present:
-                return None
-            return make_fake_tensor(dtype, (cute.sym_int(),), (1,), assumed_align=align)
+            return fake_states(kind, HV, c.V, c.K)
 
         index = c.state_indices
         return (
-            tokens(),
+            fake_tokens(self.io, B, T, HV, c.V),
             make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=16),
             states(c.initial),
             states(c.final),
-            None if index is None else vector_of(DTYPES[index]),
-            vector_of(cutlass.Uint8, c.mask),
+            None if index is None else fake_vector(DTYPES[index]),
+            fake_vector(cutlass.Uint8) if c.mask else None,
             states(c.checkpoints),
-            segments,
-            vector_of(Int32, c.varlen, 16),
-            tokens(),
+            None if c.segments is None else segment_states(c, HV),
+            fake_vector(Int32, 16) if c.varlen else None,
+            fake_tokens(self.io, B, T, HV, c.V),
             Int32(1),
             Int32(1),
             Int32(1),

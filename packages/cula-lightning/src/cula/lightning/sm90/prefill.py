@@ -25,6 +25,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cula.common.cute import cache
 from cula.common.cute.dtypes import DTYPES
 from cula.common.cute.smem import SmemAllocator
+from cula.common.cute.stand_ins import fake_states, fake_tokens, fake_vector
 from cula.common.cute.states import HeadState, slot_of
 from cula.common.cute.tma import tile_copies
 from cula.common.cute.wgmma import columns_layout, rows_layout
@@ -81,31 +82,15 @@ class LightningPrefill:
 
     # ------------------------------------------------------------------ host
     def fake_args(self) -> tuple:
-        """Stand-ins for the arguments of `__call__`.
-
-        A size that two of them share is one symbol: the call checks it.
-        """
+        """Stand-ins for the arguments of `__call__`."""
         c = self.config
         B, T, H, HV = (cute.sym_int() for _ in range(4))
 
         def tokens(heads, channels):
-            strides = [cute.sym_int64(divisibility=8) for _ in range(3)]
-            shape = (B, T, heads, channels)
-            return make_fake_tensor(self.io, shape, (*strides, 1), assumed_align=16)
+            return fake_tokens(self.io, B, T, heads, channels)
 
         def states(kind):
-            if kind is None:
-                return None
-            matrix = (c.V, c.K)
-            inner = (c.K, 1) if kind.v_first else (1, c.V)
-            outer = [cute.sym_int64(divisibility=8) for _ in range(2)]
-            shape = (cute.sym_int(), HV, *matrix)
-            return make_fake_tensor(DTYPES[kind.dtype], shape, (*outer, *inner), assumed_align=16)
-
-        def vector_of(dtype, present=True, align=None):
-            if not present:
-                return None
-            return make_fake_tensor(dtype, (cute.sym_int(),), (1,), assumed_align=align)
+            return fake_states(kind, HV, c.V, c.K)
 
         index = c.state_indices
         return (
@@ -115,11 +100,11 @@ class LightningPrefill:
             make_fake_tensor(Float32, (HV,), (cute.sym_int64(),)),
             states(c.initial),
             states(c.final),
-            None if index is None else vector_of(DTYPES[index]),
-            vector_of(cutlass.Uint8, c.mask),
+            None if index is None else fake_vector(DTYPES[index]),
+            fake_vector(cutlass.Uint8) if c.mask else None,
             states(c.checkpoints),
             states(SEGMENT_STATES if c.segments else None),
-            vector_of(Int32, c.varlen, 16),
+            fake_vector(Int32, 16) if c.varlen else None,
             tokens(HV, c.V),
             Float32(1.0),
             Int32(1),
