@@ -14,6 +14,7 @@ import torch
 
 from cula.common import testing
 from cula.common.dims import dims_of
+from cula.common.kernel_args import loadable_states
 from cula.common.recurrence import (
     kda_log_decay,
     kda_steps,
@@ -24,7 +25,6 @@ from cula.decode import kda_decode, kernel_plan, lightning_decode
 from cula.decode.call import States
 from cula.kda import kda_prefill
 from cula.lightning import lightning_prefill
-from cula.lightning.kernel_plan import loadable_states
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 H, HV, K, V, SLOTS = 2, 2, 64, 64, 9

@@ -4,6 +4,7 @@ import torch
 
 from cula.common.arch import KERNEL_ARCHS, arch_of, missing_compiler
 from cula.common.dims import Dims
+from cula.common.kernel_args import DTYPE_NAMES, dtype_name
 from cula.common.layouts import to_k_first
 from cula.common.reference import KdaForm, KdaInputs, LightningForm, LightningInputs
 from cula.decode.call import States
@@ -11,13 +12,6 @@ from cula.decode.kernels.config import DecodeConfig, KdaDecodeConfig, LightningD
 
 KERNEL_DIMS = (64, 128)
 FEW_UNITS, MANY_UNITS = 128, 512  # (sequence, head) pairs: up to where a tile is the fastest
-NAMES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.int32: "int32",
-    torch.int64: "int64",
-}
 
 
 def no_kernel(dims: Dims, states: States, device: torch.device) -> str | None:
@@ -77,16 +71,16 @@ def kernel_config(
         "warps": warps,
         "v_per_thread": v_per_thread,
         "lanes": lanes,
-        "io": NAMES[inputs.q.dtype],
-        "state": "fp32" if like is None else NAMES[like.dtype],
+        "io": DTYPE_NAMES[inputs.q.dtype],
+        "state": "fp32" if like is None else DTYPE_NAMES[like.dtype],
         "v_first": v_first,
         "single": single,
         "reads": states.state is not None,
         "writes": states.writes,
-        "state_indices": _name(states.indices),
+        "state_indices": dtype_name(states.indices),
         "slot_per_token": states.per_token,
-        "num_accepted_tokens": _name(states.accepted),
-        "cu_seqlens": _name(states.cu_seqlens),
+        "num_accepted_tokens": dtype_name(states.accepted),
+        "cu_seqlens": dtype_name(states.cu_seqlens),
         "token_states": states.tokens is not None,
         "pdl": arch != "sm_80",
     }
@@ -98,12 +92,12 @@ def kernel_config(
     return KdaDecodeConfig(
         **common,
         gate=form.gate.form,
-        g=NAMES[inputs.g.dtype],
-        A_log=_name(inputs.A_log if uses_a else None),
-        dt_bias=_name(bias),
+        g=DTYPE_NAMES[inputs.g.dtype],
+        A_log=dtype_name(inputs.A_log if uses_a else None),
+        dt_bias=dtype_name(bias),
         flat_bias=bias is not None and bias.dim() == 1,
         beta=form.beta,
-        beta_dtype=NAMES[inputs.beta.dtype],
+        beta_dtype=DTYPE_NAMES[inputs.beta.dtype],
         l2norm=form.l2norm,
     )
 
@@ -125,7 +119,3 @@ def _tile(
     if units <= MANY_UNITS:
         return 4, 4, 8
     return (4, 1, 16) if lightning else (2, 2, 16)
-
-
-def _name(x: torch.Tensor | None) -> str | None:
-    return None if x is None else NAMES[x.dtype]

@@ -2,9 +2,8 @@
 
 A step of a small batch takes the GPU a few microseconds, so the host's share counts. A call whose
 plan was our kernel leaves its launch function behind under a short key, and the next such call goes
-straight to it. The key holds what selects a kernel, and what nobody else checks; that all other
-sizes, dtypes, strides and alignments fit, the compiled function sees by itself, and a call that it
-refuses is planned anew (so V-first and K-first pools of one shape may share a key).
+straight to it (cula.common.launches; a call that the function refuses is planned anew, so V-first
+and K-first pools of one shape may share a key).
 """
 
 from collections.abc import Callable
@@ -13,13 +12,13 @@ import torch
 
 from cula.common import jit
 from cula.common.checks import require_tensor
+from cula.common.launches import keep, on_device
 from cula.common.reference import KdaForm, KdaInputs, LightningInputs
 from cula.common.registry import register_op
 from cula.decode import fla_fallback, reference
 from cula.decode.call import Plan, States
 from cula.decode.plan import plan_kda, plan_lightning
 
-MAX_LAUNCHES = 4096  # one for each kind of call and batch size
 _launches: dict[tuple, tuple[Callable[..., None], float]] = {}  # and the default scale
 
 
@@ -314,9 +313,7 @@ def _launch(
     states: States,
     out: torch.Tensor,
 ) -> None:
-    function = jit.compiled(plan.config, plan.arch)
-    if torch.cuda.device_count() > 1:
-        function = _on_device(function, inputs.q.device)
+    function = on_device(jit.compiled(plan.config, plan.arch), inputs.q.device)
     q, k, v, g, *rest = inputs
     if isinstance(plan.form, KdaForm):
         lower_bound = plan.form.gate.lower_bound or 0.0
@@ -342,23 +339,12 @@ def _launch(
     )
     if target is not out:
         out.copy_(target)
-    if key is not None and all(a is b for a, b in zip(given, (q, k, v, g, target), strict=True)):
-        if len(_launches) >= MAX_LAUNCHES:
-            _launches.clear()
-        _launches[key] = function, plan.dims.K**-0.5
+    keep(_launches, key, (function, plan.dims.K**-0.5), given, (q, k, v, g, target))
 
 
 def _dense_channels(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy if its last dimension is strided: kernels read neighbouring channels."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _on_device(function: Callable[..., None], device: torch.device) -> Callable[..., None]:
-    def launch(*args):
-        with torch.cuda.device(device):
-            function(*args)
-
-    return launch
 
 
 kda_decode_op = register_op("kda_decode", _kda_decode, mutates=("state", "token_states", "out"))

@@ -8,10 +8,11 @@ import torch
 
 from cula.common.dims import dims_of
 from cula.common.gates import BetaForm, GateForm, KdaGate
+from cula.common.kernel_args import States
 from cula.common.varlen import schedule_configs
 from cula.kda.kernel_plan import IO_DTYPES, KERNEL_ARCH, KERNEL_DIMS, KernelPlan, kernel_plan
 from cula.kda.reference import KdaForm
-from cula.kda.sm90.config import CHUNK, PrepConfig, ScanConfig, States
+from cula.kda.sm90.config import CHUNK, PrepConfig, ScanConfig
 
 
 @dataclass(frozen=True)

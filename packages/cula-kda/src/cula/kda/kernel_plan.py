@@ -7,7 +7,7 @@ import torch
 
 from cula.common.arch import arch_of, missing_compiler
 from cula.common.dims import Dims
-from cula.common.layouts import has_dense_slots, to_k_first
+from cula.common.kernel_args import DTYPE_NAMES, dtype_name, refused_states, states_in_key
 from cula.common.varlen import FixedPlan, VarlenPlan
 from cula.kda.reference import KdaForm
 from cula.kda.segment_plan import suitable_segment
@@ -18,19 +18,11 @@ from cula.kda.sm90.config import (
     PrepConfig,
     Record,
     ScanConfig,
-    States,
 )
 
 KERNEL_ARCH = "sm_90a"
 KERNEL_DIMS = (64, 128)
 IO_DTYPES = (torch.bfloat16, torch.float16)
-NAMES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.int32: "int32",
-    torch.int64: "int64",
-}
 
 
 @dataclass(frozen=True)
@@ -146,24 +138,24 @@ def kernel_plan(
         segment_chunks = segment_tokens // CHUNK if segment_tokens < dims.T else 0
     prep = PrepConfig(
         K=dims.K,
-        io=NAMES[q.dtype],
+        io=DTYPE_NAMES[q.dtype],
         gate=form.gate.form,
-        gate_dtype=NAMES[g.dtype],
+        gate_dtype=DTYPE_NAMES[g.dtype],
         bias=form.gate.has_bias,
         beta=form.beta,
-        beta_dtype=NAMES[beta.dtype],
+        beta_dtype=DTYPE_NAMES[beta.dtype],
         l2norm=form.l2norm,
         varlen=varlen,
     )
     scan = ScanConfig(
         K=dims.K,
         V=dims.V,
-        io=NAMES[q.dtype],
-        initial=_states(initial),
-        final=_states(final),
-        state_indices=None if state_indices is None else NAMES[state_indices.dtype],
+        io=DTYPE_NAMES[q.dtype],
+        initial=states_in_key(initial),
+        final=states_in_key(final),
+        state_indices=dtype_name(state_indices),
         mask=mask,
-        checkpoints=_states(checkpoints),
+        checkpoints=states_in_key(checkpoints),
         starts=starts,
         varlen=varlen,
         segments="second" if segment_chunks else None,
@@ -172,16 +164,6 @@ def kernel_plan(
     if varlen:
         return KernelPlan(prep, scan, VarlenPlan(sequences, dims.T, *sizes), sms)
     return KernelPlan(prep, scan, FixedPlan(dims.B, dims.T, *sizes), sms)
-
-
-def _states(x: torch.Tensor | None) -> States | None:
-    return None if x is None else States(NAMES[x.dtype], x.stride(-1) == 1)
-
-
-def loadable_states(x: torch.Tensor) -> bool:
-    """Whether the scan reads and writes states [slots, HV, V, K] where they lie."""
-    dense = has_dense_slots(x) or has_dense_slots(to_k_first(x))
-    return dense and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:2])
 
 
 def no_kernel(q: torch.Tensor, dims: Dims, states: dict[str, torch.Tensor | None]) -> str | None:
@@ -199,10 +181,4 @@ def no_kernel(q: torch.Tensor, dims: Dims, states: dict[str, torch.Tensor | None
         return f"no kernel for q of {q.dtype}; it must be bfloat16 or float16"
     if dims.K not in KERNEL_DIMS or dims.V not in KERNEL_DIMS:
         return f"no kernel for K = {dims.K}, V = {dims.V}; each must be 64 or 128"
-    for arg, x in states.items():
-        if x is not None and not loadable_states(x):
-            return (
-                f"{arg}: strides {list(x.stride())}; slots and heads must start at multiples of 8 "
-                "elements and the whole at one of 16 bytes"
-            )
-    return missing_compiler()
+    return refused_states(states) or missing_compiler()

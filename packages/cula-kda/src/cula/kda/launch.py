@@ -1,8 +1,6 @@
 """Our kernels' launches: what a kind of call needs is found once and kept.
 
-The key of a kept launch holds what selects the kernels and what nobody else checks; that all other
-sizes, dtypes, strides and alignments fit, the compiled functions see by themselves, and a call that
-they refuse is planned anew.
+What a key has to hold: cula.common.launches.
 """
 
 from collections.abc import Callable
@@ -11,11 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from cula.common import jit
-from cula.kda.kernel_plan import KERNEL_ARCH, KernelPlan, loadable_states
+from cula.common.kernel_args import loadable_states, loadable_tokens
+from cula.common.launches import keep, on_device
+from cula.kda.kernel_plan import KERNEL_ARCH, KernelPlan
 from cula.kda.reference import KdaInputs
 from cula.kda.sm90.config import CHUNK
-
-MAX_LAUNCHES = 4096  # one for each kind of call and batch size
 
 
 @dataclass(frozen=True)
@@ -134,15 +132,7 @@ def launch_of(
         interval or CHUNK,
         lower_bound or 0.0,
     )
-    return _on_device(launch, device) if torch.cuda.device_count() > 1 else launch
-
-
-def _on_device(function: Callable[..., None], device: torch.device) -> Callable[..., None]:
-    def launch(*args):
-        with torch.cuda.device(device):
-            function(*args)
-
-    return launch
+    return on_device(launch, device)
 
 
 def run(
@@ -160,10 +150,10 @@ def run(
     """Runs a planned call. Its launch is kept under `key` if no argument had to be copied."""
     launch = launch_of(plan, inputs.q.device, cu_seqlens, interval, lower_bound)
     used = KdaInputs(
-        _loadable(inputs.q),
-        _loadable(inputs.k),
-        _loadable(inputs.v),
-        _loadable(inputs.g),
+        loadable_tokens(inputs.q),
+        loadable_tokens(inputs.k),
+        loadable_tokens(inputs.v),
+        loadable_tokens(inputs.g),
         inputs.beta,
         _numbers(inputs.A_log),
         _numbers(inputs.dt_bias),
@@ -178,24 +168,13 @@ def run(
         _contiguous(pool.mask),
         pool.checkpoints,
     )
-    bounds, target = _contiguous(cu_seqlens), _loadable(out)
+    bounds, target = _contiguous(cu_seqlens), loadable_tokens(out)
     launch(used, near, bounds, target, scale)
     if target is not out:
         out.copy_(target)
     given = (*inputs, pool.initial, pool.state_indices, pool.mask, cu_seqlens, out)
     taken = (*used, near.initial, near.state_indices, near.mask, bounds, target)
-    if key is not None and all(a is b for a, b in zip(given, taken, strict=True)):
-        if len(_launches) >= MAX_LAUNCHES:
-            _launches.clear()
-        _launches[key] = launch
-
-
-def _loadable(x: torch.Tensor) -> torch.Tensor:
-    """x [B, T, heads, channels], or a copy where the kernels cannot read it as it lies."""
-    aligned = x.data_ptr() % 16 == 0 and all(s % 8 == 0 and s > 0 for s in x.stride()[:3])
-    if aligned and x.stride(3) == 1:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    keep(_launches, key, launch, given, taken)
 
 
 def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:

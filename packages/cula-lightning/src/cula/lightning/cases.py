@@ -6,10 +6,11 @@ from typing import Any, Literal
 import torch
 
 from cula.common.dims import dims_of
+from cula.common.kernel_args import States
 from cula.common.recurrence import lightning_log_decay
 from cula.common.varlen import schedule_configs
 from cula.lightning.kernel_plan import KERNEL_ARCH, KERNEL_DIMS, KernelPlan, kernel_plan
-from cula.lightning.sm90.config import CHUNK, PrefillConfig, PrefixConfig, States
+from cula.lightning.sm90.config import CHUNK, PrefillConfig, PrefixConfig
 
 
 @dataclass(frozen=True)

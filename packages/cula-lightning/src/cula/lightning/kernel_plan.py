@@ -6,21 +6,14 @@ import torch
 
 from cula.common.arch import arch_of, missing_compiler
 from cula.common.dims import Dims
-from cula.common.layouts import has_dense_slots, to_k_first
+from cula.common.kernel_args import DTYPE_NAMES, dtype_name, refused_states, states_in_key
 from cula.common.varlen import FixedPlan, VarlenPlan
 from cula.common.varlen.plan import ceil_div
 from cula.lightning.cut import best_cut, given_cut
-from cula.lightning.sm90.config import CHUNK, PrefillConfig, PrefixConfig, States
+from cula.lightning.sm90.config import CHUNK, PrefillConfig, PrefixConfig
 
 KERNEL_ARCH = "sm_90a"
 KERNEL_DIMS = ((128, 128), (64, 64))
-NAMES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.int32: "int32",
-    torch.int64: "int64",
-}
 
 
 @dataclass(frozen=True)
@@ -99,12 +92,12 @@ def kernel_plan(
         K=dims.K,
         V=dims.V,
         warpgroups=cut.warpgroups,
-        io=NAMES[q.dtype],
-        initial=_states(initial),
-        final=_states(final),
-        state_indices=None if state_indices is None else NAMES[state_indices.dtype],
+        io=DTYPE_NAMES[q.dtype],
+        initial=states_in_key(initial),
+        final=states_in_key(final),
+        state_indices=dtype_name(state_indices),
         mask=mask,
-        checkpoints=_states(checkpoints),
+        checkpoints=states_in_key(checkpoints),
         varlen=varlen,
         segments="second" if cut.segment_chunks else None,
     )
@@ -114,16 +107,6 @@ def kernel_plan(
     else:
         shape = FixedPlan(dims.B, dims.T, CHUNK, **sizes)
     return KernelPlan(config, shape, min(shape.max_units, sms))
-
-
-def _states(x: torch.Tensor | None) -> States | None:
-    return None if x is None else States(NAMES[x.dtype], x.stride(-1) == 1)
-
-
-def loadable_states(x: torch.Tensor) -> bool:
-    """Whether the kernel reads and writes states [slots, HV, V, K] where they lie."""
-    dense = has_dense_slots(x) or has_dense_slots(to_k_first(x))
-    return dense and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:2])
 
 
 def no_kernel(q: torch.Tensor, dims: Dims, states: dict[str, torch.Tensor | None]) -> str | None:
@@ -139,10 +122,4 @@ def no_kernel(q: torch.Tensor, dims: Dims, states: dict[str, torch.Tensor | None
         return f"no kernel for q of {q.dtype}; it must be bfloat16 or float16"
     if (dims.K, dims.V) not in KERNEL_DIMS:
         return f"no kernel for K = {dims.K}, V = {dims.V}; both must be 64 or both 128"
-    for arg, x in states.items():
-        if x is not None and not loadable_states(x):
-            return (
-                f"{arg}: strides {list(x.stride())}; slots and heads must start at multiples of 8 "
-                "elements and the whole at one of 16 bytes"
-            )
-    return missing_compiler()
+    return refused_states(states) or missing_compiler()

@@ -1,9 +1,7 @@
-"""Our kernel's launch: what a kind of call needs is found once and kept.
+"""Our kernels' launches: what a kind of call needs is found once and kept.
 
 A prefill of a few thousand tokens takes the GPU tens of microseconds, so the host's share counts.
-The key of a kept launch holds what selects a kernel and what nobody else checks; that all other
-sizes, dtypes, strides and alignments fit, the compiled function sees by itself, and a call that it
-refuses is planned anew.
+What a key has to hold: cula.common.launches.
 """
 
 from collections.abc import Callable
@@ -12,12 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from cula.common import jit
+from cula.common.kernel_args import loadable_states, loadable_tokens
+from cula.common.launches import keep, on_device
 from cula.common.varlen import VarlenPlan
 from cula.lightning.call import Plan
-from cula.lightning.kernel_plan import KERNEL_ARCH, loadable_states
+from cula.lightning.kernel_plan import KERNEL_ARCH
 from cula.lightning.sm90.config import CHUNK
-
-MAX_LAUNCHES = 4096  # one for each kind of call and batch size
 
 
 @dataclass(frozen=True)
@@ -107,15 +105,7 @@ def launch_of(
         units=shape.max_units,
         blocks=chosen.blocks,
     )
-    return _on_device(launch, device) if torch.cuda.device_count() > 1 else launch
-
-
-def _on_device(function: Callable[..., None], device: torch.device) -> Callable[..., None]:
-    def launch(*args):
-        with torch.cuda.device(device):
-            function(*args)
-
-    return launch
+    return on_device(launch, device)
 
 
 def run(
@@ -135,12 +125,13 @@ def run(
 ) -> None:
     """Runs a planned call. Its launch is kept under `key` if no argument had to be copied."""
     launch = launch_of(plan, q.device, cu_seqlens)
-    tokens, vectors = (q, k, v, out), (state_indices, mask, cu_seqlens)
-    q, k, v, target = (_loadable(x) for x in tokens)
-    state_indices, mask, cu_seqlens = (x if x is None else x.contiguous() for x in vectors)
+    given = (q, k, v, out, state_indices, mask, cu_seqlens, initial)
+    q, k, v, target = (loadable_tokens(x) for x in (q, k, v, out))
+    state_indices, mask, cu_seqlens = (
+        x if x is None else x.contiguous() for x in (state_indices, mask, cu_seqlens)
+    )
     if initial is not None and initial is not final and not loadable_states(initial):
         initial = initial.clone(memory_format=torch.contiguous_format)
-        key = None
     launch(
         q,
         k,
@@ -157,16 +148,5 @@ def run(
     )
     if target is not out:
         out.copy_(target)
-    given, used = (*tokens, *vectors), (q, k, v, target, state_indices, mask, cu_seqlens)
-    if key is not None and all(a is b for a, b in zip(given, used, strict=True)):
-        if len(_launches) >= MAX_LAUNCHES:
-            _launches.clear()
-        _launches[key] = launch
-
-
-def _loadable(x: torch.Tensor) -> torch.Tensor:
-    """x [B, T, heads, channels], or a copy where TMA cannot read it as it lies."""
-    aligned = x.data_ptr() % 16 == 0 and all(s % 8 == 0 and s > 0 for s in x.stride()[:3])
-    if aligned and x.stride(3) == 1:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    used = (q, k, v, target, state_indices, mask, cu_seqlens, initial)
+    keep(_launches, key, launch, given, used)

@@ -20,18 +20,11 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.cutlass_dsl import select_
 
 from cula.common.cute import vector
+from cula.common.cute.dtypes import DTYPES
 from cula.common.cute.smem import SmemAllocator
 from cula.decode.kernels.config import STAGE
 from cula.decode.kernels.staging import Shared, TokenInputs
 from cula.decode.kernels.tile import StateTile
-
-DTYPES = {
-    "bf16": cutlass.BFloat16,
-    "fp16": cutlass.Float16,
-    "fp32": cutlass.Float32,
-    "int32": cutlass.Int32,
-    "int64": cutlass.Int64,
-}
 
 
 def fake(dtype: str | None, sizes: tuple, align: int | None = None, v_first: bool = True):

@@ -6,6 +6,8 @@ No import of cutlass: a cached kernel needs none.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from cula.common.kernel_args import States
+
 CHUNK = 64  # tokens a chunk
 PART = 64  # value channels that one block of the scan holds the state of
 SLICE = 8  # value channels of a state that one block of the combination holds
@@ -68,14 +70,6 @@ class Record:
     def bytes(self) -> int:
         """1,032 bytes a token at K = 128, 648 at K = 64."""
         return self.decay + 4 * self.K
-
-
-@dataclass(frozen=True)
-class States:
-    """States in memory: dtype, "fp32" or "bf16"; V-first: K channels are neighbours."""
-
-    dtype: str
-    v_first: bool
 
 
 @dataclass(frozen=True)

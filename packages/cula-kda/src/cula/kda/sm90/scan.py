@@ -20,12 +20,18 @@ Floor:    those bytes at the memory's copy rate.
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass import Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cula.common.cute import cache
+from cula.common.cute.dtypes import DTYPES
 from cula.common.cute.smem import SmemAllocator
+from cula.common.cute.stand_ins import fake_states, fake_tokens, fake_vector
+from cula.common.cute.states import HeadState, slot_of
+from cula.common.cute.tma import tile_copies
+from cula.common.cute.wgmma import columns_layout, rows_layout
+from cula.common.kernel_args import States
 from cula.common.varlen.device import (
     ceil_div,
     fixed_segment,
@@ -37,24 +43,16 @@ from cula.common.varlen.device import (
 )
 from cula.kda.sm90 import ptx
 from cula.kda.sm90.config import CHUNK, PART, Record
-from cula.kda.sm90.layouts import columns_layout, rows_layout
 from cula.kda.sm90.scan_block import (
+    StatesInMemory,
     Unit,
-    chunk_copies,
     columns_from,
     segment_states,
     shared_memory,
 )
 from cula.kda.sm90.scan_state import scan_state
-from cula.kda.sm90.states import (
-    DTYPES,
-    SEGMENT_STATES,
-    StatesInMemory,
-    head_state,
-    slot_of,
-)
 
-IO = {"bf16": BFloat16, "fp16": Float16}
+SEGMENT_STATES = States("fp32", True)
 SHARED = 226 * 1024
 LOADING_REGISTERS, STATE_REGISTERS = 24, 240  # a thread, where two warpgroups compute
 WHOLE = 2**31 - 1  # chunks a segment: sequences are not cut
@@ -71,7 +69,7 @@ class KdaScan:
 
     def __init__(self, config):
         self.config = config
-        self.io = IO[config.io]
+        self.io = DTYPES[config.io]
         self.record = Record(config.K)
         self.parts = config.parts
         self.cluster = config.cluster
@@ -96,44 +94,25 @@ class KdaScan:
 
     # ------------------------------------------------------------------ host
     def fake_args(self) -> tuple:
-        """Stand-ins for the arguments of `__call__`.
-
-        A size that two of them share is one symbol: the call checks it.
-        """
+        """Stand-ins for the arguments of `__call__`."""
         c = self.config
         B, T, HV = (cute.sym_int() for _ in range(3))
 
-        def tokens():
-            strides = [cute.sym_int64(divisibility=8) for _ in range(3)]
-            return make_fake_tensor(self.io, (B, T, HV, c.V), (*strides, 1), assumed_align=16)
-
         def states(kind):
-            if kind is None:
-                return None
-            inner = (c.K, 1) if kind.v_first else (1, c.V)
-            outer = [cute.sym_int64(divisibility=8) for _ in range(2)]
-            shape = (cute.sym_int(), HV, c.V, c.K)
-            return make_fake_tensor(DTYPES[kind.dtype], shape, (*outer, *inner), assumed_align=16)
-
-        segments = None if c.segments is None else segment_states(c, HV)
-
-        def vector_of(dtype, present=True, align=None):
-            if not present:
-                return None
-            return make_fake_tensor(dtype, (cute.sym_int(),), (1,), assumed_align=align)
+            return fake_states(kind, HV, c.V, c.K)
 
         index = c.state_indices
         return (
-            tokens(),
+            fake_tokens(self.io, B, T, HV, c.V),
             make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=16),
             states(c.initial),
             states(c.final),
-            None if index is None else vector_of(DTYPES[index]),
-            vector_of(cutlass.Uint8, c.mask),
+            None if index is None else fake_vector(DTYPES[index]),
+            fake_vector(cutlass.Uint8) if c.mask else None,
             states(c.checkpoints),
-            segments,
-            vector_of(Int32, c.varlen, 16),
-            tokens(),
+            None if c.segments is None else segment_states(c, HV),
+            fake_vector(Int32, 16) if c.varlen else None,
+            fake_tokens(self.io, B, T, HV, c.V),
             Int32(1),
             Int32(1),
             Int32(1),
@@ -318,7 +297,7 @@ class KdaScan:
     ):
         """The load warp: keeps the stages filled."""
         stages, record = self.stages, self.record
-        sV, gV = chunk_copies(aV, columns_from(tV, unit), shared.v)
+        sV, gV = tile_copies(aV, columns_from(tV, unit), shared.v)
         for i in cutlass.range(ceil_div(unit.tokens, CHUNK), unroll=1):
             s = i % stages
             full = shared.full + s
@@ -386,7 +365,7 @@ class KdaScan:
         stages = self.stages
         thread = cute.arch.thread_idx()[0] % 128
         g = scan_state(shared, self.config, self.io, thread)
-        sO, gO = chunk_copies(aO, columns_from(tO, unit), shared.o)
+        sO, gO = tile_copies(aO, columns_from(tO, unit), shared.o)
         self.load_state(states, unit, thread, g.S)
         g.start_units()
         if cutlass.const_expr(self.config.starts):
@@ -513,7 +492,7 @@ class KdaScan:
     def load_initial(self, states, unit, part: Int32, thread: Int32, S: cute.Tensor):
         """The state that the sequence starts from, if it has one."""
         if cutlass.const_expr(self.config.initial is not None):
-            slot = slot_of(states, unit.n, states.initial.shape[0])
+            slot = slot_of(states.index, unit.n, states.initial.shape[0])
             if cutlass.const_expr(states.mask is not None):
                 if states.mask[unit.n] == 0:
                     slot = Int64(-1)
@@ -524,7 +503,7 @@ class KdaScan:
     @cute.jit
     def store_state(self, states, unit, thread: Int32, g):
         if cutlass.const_expr(self.config.final is not None):
-            slot = slot_of(states, unit.n, states.final.shape[0])
+            slot = slot_of(states.index, unit.n, states.final.shape[0])
             if cutlass.const_expr(self.config.segments is not None):
                 if unit.segment + 1 < unit.segments:
                     slot = Int64(-1)
@@ -550,7 +529,7 @@ class KdaScan:
 
     def in_memory(self, tensor, kind, slot, unit, part, thread):
         value = part * PART
-        return head_state(tensor, slot, unit.head, value, thread, self.config.K, kind.v_first)
+        return HeadState(tensor, slot, unit.head, value, thread, self.config.K, kind.v_first)
 
     def segment_state(self, states, unit, segment, part, thread):
         """64 rows of a segment of the unit's sequence in the workspace."""

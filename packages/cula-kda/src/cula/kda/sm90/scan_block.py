@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_tensor
 
 from cula.kda.sm90.config import CHUNK, PART
@@ -54,6 +53,19 @@ class SharedMemory:
     o_start: cute.Pointer | None
 
 
+@dataclass(frozen=True)
+class StatesInMemory:
+    """The tensors of states that a call has, and the rules of which sequence uses what."""
+
+    initial: cute.Tensor | None  # (slots, HV, V, K), V-first or K-first
+    final: cute.Tensor | None
+    index: cute.Tensor | None  # (N)
+    mask: cute.Tensor | None  # (N)
+    marks: cute.Tensor | None  # (rows, HV, V, K)
+    segments: cute.Tensor | None  # (segments, HV, V + K, K): segments.py
+    interval: Int32
+
+
 def shared_memory(storage, tiles) -> SharedMemory:
     """tiles: their layouts, by name."""
     found, starts = {}, {"decay": Int32(storage.decay.data_ptr().toint())}
@@ -77,17 +89,6 @@ def columns_from(tensor, unit):
     """Chunks (channel, token, part, number) of the unit's tokens."""
     tokens = cute.domain_offset((0, unit.first), tensor[None, None, unit.head, unit.b])
     return cute.local_tile(tokens, (PART, CHUNK), (None, None))
-
-
-def chunk_copies(atom, tiles, buffers):
-    """A TMA copy's view of (shared buffers, global tiles)."""
-    return cpasync.tma_partition(
-        atom,
-        0,
-        cute.make_layout(1),
-        cute.group_modes(buffers, 0, 2),
-        cute.group_modes(tiles, 0, 2),
-    )
 
 
 def segment_states(config, HV):

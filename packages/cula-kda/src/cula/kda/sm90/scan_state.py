@@ -15,10 +15,10 @@ from cutlass import Float16, Float32, Int32
 from cutlass.cute.nvgpu import warp
 
 from cula.common.cute import math
+from cula.common.cute.wgmma import Product
 from cula.common.varlen.device import where
 from cula.kda.sm90 import ptx
 from cula.kda.sm90.config import CHUNK
-from cula.kda.sm90.layouts import Product
 
 GROWTH = 16.0  # a channel's values may reach this many units before the unit grows
 
@@ -200,8 +200,8 @@ class ScanState:
 def scan_state(shared, config, dtype, thread) -> ScanState:
     """`shared`: the block's tiles (scan_block.SharedMemory); dtype: of v and o."""
     outputs = shared.o is not None
-    tokens = Product(CHUNK, Float16)
-    states = Product(config.K, Float16, b_mn_major=True)
+    tokens = Product(CHUNK, Float16, a_in_registers=True)
+    states = Product(config.K, Float16, a_in_registers=True, b_mn_major=True)
     S, D = states.accumulator(thread), states.accumulator(thread)
     X, V = (tokens.accumulator(thread) for _ in range(2))
     O = tokens.accumulator(thread) if outputs else None
@@ -223,19 +223,19 @@ def scan_state(shared, config, dtype, thread) -> ScanState:
         decay=Int32(shared.decay.toint()),
         tokens=tokens,
         states=states,
-        kg=tokens.operand(thread, shared.kg),
-        qg=tokens.operand(thread, shared.qg) if outputs else None,
-        t=tokens.operand(thread, shared.t),
-        aqk=tokens.operand(thread, shared.aqk) if outputs else None,
-        kr=states.operand(thread, shared.kr),
+        kg=tokens.b_operand(thread, shared.kg),
+        qg=tokens.b_operand(thread, shared.qg) if outputs else None,
+        t=tokens.b_operand(thread, shared.t),
+        aqk=tokens.b_operand(thread, shared.aqk) if outputs else None,
+        kr=states.b_operand(thread, shared.kr),
         S=S,
         X=X,
         V=V,
         O=O,
         D=D,
-        s_operand=tokens.registers(S),
-        x_operand=tokens.registers(X),
-        v_operand=tokens.registers(V),
+        s_operand=tokens.a_registers(S),
+        x_operand=tokens.a_registers(X),
+        v_operand=tokens.a_registers(V),
         copy_v=(copy_v, to_v.partition_S(shared.v), to_v.retile(raw), raw),
         copy_o=out,
         units=cute.make_rmem_tensor(4, Float32),

@@ -1,10 +1,9 @@
-"""What a block of the prefill kernel works with: shared memory, states in memory, TMA copies."""
+"""What a block of the prefill kernel works with: shared memory, states in memory, tiles."""
 
 from dataclasses import dataclass
 
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.cute.nvgpu import cpasync
 
 from cula.lightning.sm90.config import CHUNK, PART
 
@@ -52,14 +51,3 @@ def columns_from(tensor, b, first, head):
     """Chunks (channel, token, part, number) of a head's tokens from `first` on."""
     tokens = cute.domain_offset((0, first), tensor[None, None, head, b])
     return cute.local_tile(tokens, (PART, CHUNK), (None, None))
-
-
-def chunk_copies(atom, tiles, buffers):
-    """A TMA copy's view of (shared buffers, global tiles)."""
-    return cpasync.tma_partition(
-        atom,
-        0,
-        cute.make_layout(1),
-        cute.group_modes(buffers, 0, 2),
-        cute.group_modes(tiles, 0, 2),
-    )

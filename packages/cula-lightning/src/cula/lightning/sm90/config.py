@@ -5,16 +5,10 @@ No import of cutlass: a cached kernel needs none.
 
 from dataclasses import dataclass
 
+from cula.common.kernel_args import States
+
 CHUNK = 64  # tokens a chunk
 PART = 64  # value channels that one warpgroup holds the state of
-
-
-@dataclass(frozen=True)
-class States:
-    """States in memory: "fp32" or "bf16"; V-first: a value channel's K channels are neighbours."""
-
-    dtype: str
-    v_first: bool
 
 
 @dataclass(frozen=True)

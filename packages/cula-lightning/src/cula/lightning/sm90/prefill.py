@@ -18,23 +18,27 @@ Floor:     those bytes at the memory's copy rate.
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cula.common.cute import cache
+from cula.common.cute.dtypes import DTYPES
 from cula.common.cute.smem import SmemAllocator
+from cula.common.cute.stand_ins import fake_states, fake_tokens, fake_vector
+from cula.common.cute.states import HeadState, slot_of
+from cula.common.cute.tma import tile_copies
+from cula.common.cute.wgmma import columns_layout, rows_layout
+from cula.common.kernel_args import States
 from cula.common.varlen.device import ceil_div, load4, store4, take_ticket, where
 from cula.lightning.sm90.block import (
     SharedMemory,
     StatesInMemory,
-    chunk_copies,
     columns_from,
     rows_from,
 )
-from cula.lightning.sm90.config import CHUNK, PART, States
-from cula.lightning.sm90.layouts import columns_layout, rows_layout
-from cula.lightning.sm90.states import DTYPES, HeadState, KeptState, slot_of
+from cula.lightning.sm90.config import CHUNK, PART
+from cula.lightning.sm90.states import KeptState
 from cula.lightning.sm90.units import (
     END,
     RING,
@@ -47,7 +51,6 @@ from cula.lightning.sm90.units import (
 )
 from cula.lightning.sm90.warpgroup import TABLE, state_warpgroup
 
-IO = {"bf16": BFloat16, "fp16": Float16}
 SEGMENT_STATES = States("fp32", True)
 SHARED = 220 * 1024
 PRODUCER_REGISTERS = 24
@@ -62,7 +65,7 @@ class LightningPrefill:
 
     def __init__(self, config):
         self.config = config
-        self.io = IO[config.io]
+        self.io = DTYPES[config.io]
         self.groups = config.warpgroups
         self.threads = 128 * (1 + self.groups)
         self.columns = CHUNK // self.groups  # of the scores, a warpgroup
@@ -79,31 +82,15 @@ class LightningPrefill:
 
     # ------------------------------------------------------------------ host
     def fake_args(self) -> tuple:
-        """Stand-ins for the arguments of `__call__`.
-
-        A size that two of them share is one symbol: the call checks it.
-        """
+        """Stand-ins for the arguments of `__call__`."""
         c = self.config
         B, T, H, HV = (cute.sym_int() for _ in range(4))
 
         def tokens(heads, channels):
-            strides = [cute.sym_int64(divisibility=8) for _ in range(3)]
-            shape = (B, T, heads, channels)
-            return make_fake_tensor(self.io, shape, (*strides, 1), assumed_align=16)
+            return fake_tokens(self.io, B, T, heads, channels)
 
         def states(kind):
-            if kind is None:
-                return None
-            matrix = (c.V, c.K)
-            inner = (c.K, 1) if kind.v_first else (1, c.V)
-            outer = [cute.sym_int64(divisibility=8) for _ in range(2)]
-            shape = (cute.sym_int(), HV, *matrix)
-            return make_fake_tensor(DTYPES[kind.dtype], shape, (*outer, *inner), assumed_align=16)
-
-        def vector_of(dtype, present=True, align=None):
-            if not present:
-                return None
-            return make_fake_tensor(dtype, (cute.sym_int(),), (1,), assumed_align=align)
+            return fake_states(kind, HV, c.V, c.K)
 
         index = c.state_indices
         return (
@@ -113,11 +100,11 @@ class LightningPrefill:
             make_fake_tensor(Float32, (HV,), (cute.sym_int64(),)),
             states(c.initial),
             states(c.final),
-            None if index is None else vector_of(DTYPES[index]),
-            vector_of(cutlass.Uint8, c.mask),
+            None if index is None else fake_vector(DTYPES[index]),
+            fake_vector(cutlass.Uint8) if c.mask else None,
             states(c.checkpoints),
             states(SEGMENT_STATES if c.segments else None),
-            vector_of(Int32, c.varlen, 16),
+            fake_vector(Int32, 16) if c.varlen else None,
             tokens(HV, c.V),
             Float32(1.0),
             Int32(1),
@@ -338,9 +325,9 @@ class LightningPrefill:
             told += 1
 
             key_head = u.head // group
-            sQ, gQ = chunk_copies(aQ, rows_from(tQ, u.b, u.first, key_head, c.K), shared.q)
-            sK, gK = chunk_copies(aK, rows_from(tK, u.b, u.first, key_head, c.K), shared.k)
-            sV, gV = chunk_copies(aV, columns_from(tV, u.b, u.first, u.head), shared.v)
+            sQ, gQ = tile_copies(aQ, rows_from(tQ, u.b, u.first, key_head, c.K), shared.q)
+            sK, gK = tile_copies(aK, rows_from(tK, u.b, u.first, key_head, c.K), shared.k)
+            sV, gV = tile_copies(aV, columns_from(tV, u.b, u.first, u.head), shared.v)
             chunks, first, step = self.walk(u, mG)
             for i in cutlass.range(chunks, unroll=1):
                 at = first + step * i
@@ -426,7 +413,7 @@ class LightningPrefill:
                 g.store_scores(buffer)
 
                 gO = cute.domain_offset((0, u.first), tO[None, None, u.head, u.b])
-                copy_s, copy_g = chunk_copies(
+                copy_s, copy_g = tile_copies(
                     aO, cute.local_tile(gO, (PART, CHUNK), (value // PART, None)), shared.o
                 )
                 for i in cutlass.range(chunks - 1, unroll=1):

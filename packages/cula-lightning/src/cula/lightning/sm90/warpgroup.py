@@ -10,11 +10,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import vector
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warp
 
 from cula.common.cute import math
+from cula.common.cute.wgmma import Product
 from cula.lightning.sm90.config import CHUNK
-from cula.lightning.sm90.layouts import Product
 
 POWERS = 2 * CHUNK  # l^x for x = 1 - CHUNK .. CHUNK, l the decay of one token; 0 where x < 0
 TABLE = 2 * POWERS  # the powers, and the same times the scale
@@ -79,25 +79,21 @@ class StateWarpgroup:
     # ---------------------------------------------------------------- products
     def issue_scores(self, stage):
         q = self.q_rows[(None, None, None, stage)]
-        self._issue(self.scores, self.P, q, self.k_rows, stage, False)
+        self.scores.issue(self.P, q, self.k_rows, stage)
 
     def issue_past(self, stage):
-        self._issue(self.past, self.O, self.s_operand[0], self.q_columns, stage, False)
+        self.past.issue(self.O, self.s_operand[0], self.q_columns, stage)
 
     def issue_present(self, stage, buffer):
         v = self.v_rows[(None, None, None, stage * self.groups + self.wg)]
-        self._issue(self.present, self.O_present, v, self.p_columns, buffer, False)
+        self.present.issue(self.O_present, v, self.p_columns, buffer)
 
     def issue_state(self, stage):
-        self._issue(self.states, self.S, self.v_operand[0], self.k_columns, stage, True)
+        self.states.issue(self.S, self.v_operand[0], self.k_columns, stage, add=True)
 
     def issue_added(self, accumulator, stage):
         """What a chunk adds to the state, by itself."""
-        self._issue(self.states, accumulator, self.v_operand[0], self.k_columns, stage, False)
-
-    def _issue(self, product, accumulator, a, b, stage, accumulate):
-        product.issue(accumulator, a, b[(None, None, None, stage)], accumulate=accumulate)
-        warpgroup.commit_group()
+        self.states.issue(accumulator, self.v_operand[0], self.k_columns, stage)
 
     # ---------------------------------------------------------------- register work
     def load_values(self, stage, tokens):

@@ -1,4 +1,4 @@
-"""Shared-memory layouts and tiled matrix products of the prefill kernel."""
+"""Hopper's warpgroup products (wgmma): tiles in shared memory, and tiled products of them."""
 
 import cutlass.cute as cute
 from cutlass import Float32
@@ -20,8 +20,14 @@ def columns_layout(columns: int, rows: int, stages: int, dtype):
 class Product:
     """A 64 x n product of one warpgroup: A from registers or shared memory, B from shared memory.
 
-    Two tiled MMAs, one that starts from zero and one that accumulates: a field set inside a dynamic
-    loop would not survive tracing.
+    Two tiled products, one that starts from zero and one that adds: a field set inside a dynamic
+    loop would not survive tracing. `adding` also says where an accumulator's elements lie.
+
+    Args:
+        n: columns of B and of the accumulator.
+        dtype: of A and B, 16 bits; the accumulator is Float32.
+        a_in_registers: A was an accumulator: see `a_registers`. Else see `a_operand`.
+        a_mn_major, b_mn_major: the operand's tile is a `columns_layout`, not a `rows_layout`.
     """
 
     def __init__(
@@ -50,24 +56,23 @@ class Product:
         self.zeroing.set(warpgroup.Field.ACCUMULATE, False)
         self.adding.set(warpgroup.Field.ACCUMULATE, True)
 
-    def slice(self, thread):
-        return self.adding.get_slice(thread)
-
     def accumulator(self, thread):
-        return cute.make_rmem_tensor(self.slice(thread).partition_shape_C((64, self.n)), Float32)
+        """This thread's registers of a 64 x n tile."""
+        shape = self.adding.get_slice(thread).partition_shape_C((64, self.n))
+        return cute.make_rmem_tensor(shape, Float32)
 
     def a_operand(self, thread, tensor):
         """Descriptors (MMA, 1, K / 16, stage) of A in shared memory."""
-        return self.adding.make_fragment_A(self.slice(thread).partition_A(tensor))
+        return self.adding.make_fragment_A(self.adding.get_slice(thread).partition_A(tensor))
 
     def b_operand(self, thread, tensor):
         """Descriptors (MMA, 1, K / 16, stage) of B in shared memory."""
-        return self.adding.make_fragment_B(self.slice(thread).partition_B(tensor))
+        return self.adding.make_fragment_B(self.adding.get_slice(thread).partition_B(tensor))
 
     def a_registers(self, accumulator):
-        """Registers of an A operand that was an accumulator: in the order of A, in that of C.
+        """Registers of an A that was an accumulator: in the order of A, and in the accumulator's.
 
-        A 64 x n accumulator tile rounded to 16 bits already lies as A fragments do.
+        A 64 x n accumulator rounded to 16 bits already lies as A does.
         """
         c, a = accumulator.layout, self.adding.tv_layout_A.shape[1]
         along_k = (c.stride[2], cute.size(a, mode=[2]) * c.stride[0][2])
@@ -78,8 +83,10 @@ class Product:
         fragments = cute.make_rmem_tensor_like(layout, self.dtype)
         return fragments, cute.make_tensor(fragments.iterator, c)
 
-    def issue(self, accumulator, a, b, *, accumulate: bool):
-        """Issues accumulator (+)= a b; the caller fences before and commits after."""
+    def issue(self, accumulator, a, b, stage, *, add: bool = False):
+        """Issues and commits accumulator (+)= a b, with b's stage; the caller fences before."""
+        b = b[(None, None, None, stage)]
         for k in range(cute.size(a, mode=[2])):
-            mma = self.adding if accumulate or k else self.zeroing
+            mma = self.adding if add or k else self.zeroing
             cute.gemm(mma, accumulator, a[(None, None, k)], b[(None, None, k)], accumulator)
+        warpgroup.commit_group()
