@@ -12,7 +12,7 @@ from cula.common.recurrence import lightning_log_decay
 from cula.lightning.reference import LightningInputs
 from cula.lightning.run import chunk_by_fallback, chunk_op, prefill_op
 
-MAX_LOG_DECAYS = 1024  # one for each layer
+MAX_LOG_DECAYS = 1024  # one for each layer and stream
 _log_decays: dict[tuple, torch.Tensor] = {}
 
 
@@ -194,11 +194,13 @@ def chunk_lightning_attn(
 def _log_decay(heads: int, layer_idx: int, num_layers: int, device: torch.device) -> torch.Tensor:
     """A layer's log decays, kept: they are the same for every call, and cost more launches than it.
 
-    Not kept while a graph is captured or traced, whose tensors hold nothing until it is replayed.
+    Kept for each stream, since another may get ahead of the launches that write them. Not kept
+    while a graph is captured or traced, whose tensors hold nothing until it is replayed.
     """
     if device.type != "cuda" or is_dynamo_compiling() or torch.cuda.is_current_stream_capturing():
         return lightning_log_decay(heads, layer_idx, num_layers, device=device)
-    key = (heads, layer_idx, num_layers, device)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    key = (heads, layer_idx, num_layers, device, stream)
     if key not in _log_decays:
         if len(_log_decays) >= MAX_LOG_DECAYS:
             _log_decays.clear()
