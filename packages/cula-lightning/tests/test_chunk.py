@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cula.common.testing import assert_close, same_bits
 from cula.lightning import chunk_lightning_attn, op
@@ -156,3 +157,6 @@ def test_decays_are_kept_for_each_stream(monkeypatch: pytest.MonkeyPatch) -> Non
     assert op._log_decay(4, 1, 8, gpu) is first
     current.cuda_stream = 2
     assert op._log_decay(4, 1, 8, gpu) is not first
+    with FakeTensorMode():  # what is made while tracing holds no values
+        op._log_decay(4, 2, 8, gpu)
+    assert len(op._log_decays) == 2
