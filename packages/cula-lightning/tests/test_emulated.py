@@ -268,6 +268,20 @@ def test_a_decay_that_keeps_nothing(emulated, segment_tokens) -> None:
     check(emulated, make_inputs(case))
 
 
+@pytest.mark.parametrize("varlen", [False, True])
+def test_a_decay_that_is_no_number_spoils_its_head_alone(emulated, monkeypatch, varlen) -> None:
+    """On a GPU nobody looks at the decays; whatever they are, the call must end."""
+    monkeypatch.setattr(plan, "_require_decay", lambda *_: None)
+    inputs = make_inputs(Case((450,), H=2, HV=2, K=64, V=64, varlen=varlen, segment_tokens=192))
+    right = lightning_prefill(
+        **{n: x.clone() if torch.is_tensor(x) else x for n, x in inputs.items()}
+    )
+    inputs["g_gamma"] = torch.tensor([inputs["g_gamma"][0], torch.nan])
+    with emulated():
+        o = lightning_prefill(**inputs)
+    assert_close("o", o[:, :, 0], right[:, :, 0], 4e-3)
+
+
 def test_slots_that_are_none(emulated) -> None:
     inputs = make_inputs(Case((20, 66, 10, 30), H=1, HV=1, varlen=True))
     inputs["state_indices"] = torch.tensor([-1, 3, 0, 99], dtype=torch.int32)
