@@ -1,10 +1,13 @@
 """`chunk_lightning_attn` on a CPU: FLA's meaning, checks and gradients, against the oracle."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cula.common.testing import assert_close, same_bits
-from cula.lightning import chunk_lightning_attn
+from cula.lightning import chunk_lightning_attn, op
 
 LAYER = {"layer_idx": 3, "num_layers": 12}
 
@@ -125,6 +128,8 @@ def refused() -> dict[str, tuple[dict, type[Exception], str]]:
         "dtype of state": ({"initial_state": state.double()}, ValueError, "initial_state.*dtype"),
         "head_first": ({"head_first": True}, ValueError, "head_first"),
         "chunk_size": ({"chunk_size": 48}, ValueError, "chunk_size: 48"),
+        "text for chunk_size": ({"chunk_size": "64"}, ValueError, "chunk_size: 64"),
+        "text for a flag": ({"state_v_first": "False"}, TypeError, "state_v_first: str"),
         "layer": ({"layer_idx": 12}, ValueError, "layer_idx: 12"),
         "k": ({"k": torch.zeros(2, 45, 3, 8)}, ValueError, "k: shape"),
         "v heads": ({"v": torch.zeros(2, 45, 4, 8)}, ValueError, "v: .*multiple"),
@@ -138,3 +143,20 @@ def test_refused(name: str) -> None:
     change, error, match = refused()[name]
     with pytest.raises(error, match=match):
         chunk_lightning_attn(**(make() | LAYER | change))
+
+
+def test_decays_are_kept_for_each_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one stream's launches have yet to write, another must not read."""
+    current = SimpleNamespace(cuda_stream=1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(op, "lightning_log_decay", lambda *sizes, device: torch.zeros(1))
+    monkeypatch.setattr(op, "_log_decays", {})
+    gpu = torch.device("cuda", 0)
+    first = op._log_decay(4, 1, 8, gpu)
+    assert op._log_decay(4, 1, 8, gpu) is first
+    current.cuda_stream = 2
+    assert op._log_decay(4, 1, 8, gpu) is not first
+    with FakeTensorMode():  # what is made while tracing holds no values
+        op._log_decay(4, 2, 8, gpu)
+    assert len(op._log_decays) == 2

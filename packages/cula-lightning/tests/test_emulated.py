@@ -194,6 +194,8 @@ def test_prefix_turns_what_segments_add_into_what_they_start_from(lengths, varle
     with ptxemu.device() as device:
         prefix = compiled(PrefixConfig(64, 64, varlen))
         assert device.check(lambda: prefix(local, g_gamma, *numbers), [local]) == []
+    # as many sequences as there may be: a grid's other dimensions end at 65,535
+    assert all(each["grid"][1:] == (1, 1) for each in device.launches)
     assert_close("states", local, right, 1e-6)
     unchanged = [i for i in range(len(local)) if same_bits(local[i], right[i])]
     place = 0
@@ -257,6 +259,27 @@ def test_what_lies_past_a_sequence_never_shows(emulated, sms) -> None:
     for part in (slice(0, 70), slice(110, 175)):
         assert_close("o", out.tensor[:, part], alone[:, part], 4e-3)
     assert all(b.untouched() for b in (*buffers, out))
+
+
+@pytest.mark.parametrize("segment_tokens", [0, 128])
+def test_a_decay_that_keeps_nothing(emulated, segment_tokens) -> None:
+    """e^-inf = 0, and the distance 0 must not make it nan."""
+    case = Case((300,), H=1, HV=1, K=64, V=64, decay=-torch.inf, segment_tokens=segment_tokens)
+    check(emulated, make_inputs(case))
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_a_decay_that_is_no_number_spoils_its_head_alone(emulated, monkeypatch, varlen) -> None:
+    """On a GPU nobody looks at the decays; whatever they are, the call must end."""
+    monkeypatch.setattr(plan, "_require_decay", lambda *_: None)
+    inputs = make_inputs(Case((450,), H=2, HV=2, K=64, V=64, varlen=varlen, segment_tokens=192))
+    right = lightning_prefill(
+        **{n: x.clone() if torch.is_tensor(x) else x for n, x in inputs.items()}
+    )
+    inputs["g_gamma"] = torch.tensor([inputs["g_gamma"][0], torch.nan])
+    with emulated():
+        o = lightning_prefill(**inputs)
+    assert_close("o", o[:, :, 0], right[:, :, 0], 4e-3)
 
 
 def test_slots_that_are_none(emulated) -> None:

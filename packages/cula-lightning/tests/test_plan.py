@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cula.common.dims import dims_of
+from cula.common.varlen import SegmentRow, build_schedule
 from cula.lightning import fla_fallback, lightning_prefill
 from cula.lightning import kernel_plan as kernels
 from cula.lightning.cases import CASES, Case, make_inputs
@@ -92,6 +93,14 @@ def refused() -> dict[str, tuple[dict, type[Exception], str]]:
         "interval": ({"checkpoints": state, "checkpoint_interval": 32}, ValueError, "32.*64"),
         "rows": ({"checkpoints": state[:3], "checkpoint_interval": 64}, ValueError, "4 rows"),
         "segment": ({"segment_tokens": 100}, ValueError, "segment_tokens: 100; must be.*64"),
+        "text for a segment": ({"segment_tokens": "64"}, ValueError, "segment_tokens: 64; .*int"),
+        "float for a segment": ({"segment_tokens": 64.0}, ValueError, "segment_tokens: 64.0"),
+        "list for a segment": ({"segment_tokens": [64]}, ValueError, "segment_tokens: .64"),
+        "out expanded": (
+            {"out": torch.zeros(1, 281, 1, 1).bfloat16().expand(-1, -1, 2, 128)},
+            ValueError,
+            "out: strides",
+        ),
         "out shape": ({"out": torch.zeros(1, 281, 2, 64)}, ValueError, "out: shape"),
         "out dtype": ({"out": torch.zeros(1, 281, 2, 128)}, ValueError, "out: dtype"),
         "decay shape": ({"g_gamma": torch.zeros(1)}, ValueError, "g_gamma: shape"),
@@ -196,9 +205,29 @@ def test_few_heads_are_cut_along_time() -> None:
     chunks = packed.shape.segment_chunks
     assert packed.config.segments == "second"
     assert packed.prefix == PrefixConfig(128, 128, varlen=True)
-    assert packed.prefix_args == (-(-32768 // (64 * chunks)), 0, chunks)
+    assert packed.prefix_args == ((2 + 32766 // 64) // chunks, 0, chunks)
     assert kernel_of(T=32768, H=8, D=64).config.segments == "second"
     assert kernel_of(T=1000, H=1).config.segments is None
+
+
+@pytest.mark.parametrize(
+    "lengths, chunks",
+    [
+        ((65,) * 20 + (192,), 1),  # chunks of one token, all before the long sequence's
+        ((193,) * 40 + (600,), 4),
+        ((1, 0, 63, 129) * 5 + (1000, 0), 2),
+        ((300,), 1),
+        ((129,) * 30, 1),
+    ],
+    ids=str,
+)
+def test_prefix_looks_at_every_sequence_that_has_a_third_segment(lengths, chunks) -> None:
+    packed = kernel_of(T=sum(lengths), H=1, N=len(lengths), segment_tokens=64 * chunks)
+    schedule = build_schedule(packed.shape, torch.tensor((0, *lengths)).cumsum(0))
+    rows = [SegmentRow(*row) for row in schedule.segments.tolist()]
+    standing = [i for i, row in enumerate(rows) if row.segment == 1 and row.segments > 2]
+    assert len(standing) == sum(-(-n // 64) > 2 * chunks for n in lengths)
+    assert max(standing) < packed.prefix_args[0] <= len(rows)
 
 
 def test_the_cut_can_be_fixed() -> None:

@@ -6,7 +6,7 @@ import torch
 from cula.common.layouts import to_v_first
 from cula.common.recurrence import lightning_log_decay
 from cula.common.testing import assert_close, poisoned, same_bits
-from cula.lightning import lightning_prefill
+from cula.lightning import chunk_lightning_attn, lightning_prefill, reference
 from cula.lightning.cases import CASES, Case, make_inputs
 
 KERNEL = ("segment_tokens",)
@@ -289,3 +289,25 @@ def test_prefill_in_two_calls_is_one() -> None:
         parts.append(lightning_prefill(**(first | cut)))
     assert_close("o", torch.cat(parts, 1), o, 1e-6)
     assert_close("state", first["state"], whole["state"], 1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("state", [None, torch.float32, torch.bfloat16])
+def test_calls_without_tokens_read_nothing_on_the_host(monkeypatch, packed, state) -> None:
+    """On a GPU they, too, may be captured in a CUDA graph."""
+    monkeypatch.setattr(reference, "lightning_forward", None)
+    inputs = make_inputs(Case((0,) * 3, varlen=packed, state=state, checkpoint_interval=64))
+    before = None if state is None else inputs["state"].clone()
+    o = lightning_prefill(**inputs)
+    assert o.shape == inputs["v"].shape
+    if state is not None:
+        slots = inputs["state_indices"].tolist()
+        before[slots[1]] = 0.0  # the one that has no initial state
+        assert same_bits(inputs["state"], before)
+    given = {name: inputs[name] for name in ("q", "k", "v", "cu_seqlens") if name in inputs}
+    initial = None if state is None else torch.randn(3, 2, 128, 128).to(state)
+    _, final = chunk_lightning_attn(
+        **given, layer_idx=0, num_layers=2, initial_state=initial, output_final_state=True
+    )
+    right = torch.zeros(3, 2, 128, 128) if initial is None else initial.float()
+    assert same_bits(final, right)

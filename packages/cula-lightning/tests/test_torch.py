@@ -8,6 +8,7 @@ from cula.common.recurrence import lightning_log_decay
 from cula.common.testing import same_bits
 from cula.lightning import chunk_lightning_attn, lightning_prefill
 from cula.lightning.cases import CASES, Case, make_inputs
+from cula.lightning.upstream import lightning_attn_fwd
 
 CASE = Case((20, 0, 31), varlen=True, K=32, V=16, H=2, HV=4)
 
@@ -37,7 +38,14 @@ def chunk(q, k, v, state):
     return o + final.mean().to(o.dtype)
 
 
-@pytest.mark.parametrize("attend", [prefill, chunk])
+def upstream_forward(q, k, v, state):
+    o, final = lightning_attn_fwd(
+        q, k, v, -lightning_log_decay(2, 1, 4), initial_state=state, output_final_state=True
+    )
+    return o + final.mean().to(o.dtype)
+
+
+@pytest.mark.parametrize("attend", [prefill, chunk, upstream_forward])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_without_a_break(attend, dynamic: bool) -> None:
     torch.manual_seed(0)
@@ -52,7 +60,7 @@ def test_compiles_without_a_break(attend, dynamic: bool) -> None:
             right = layer(x, eager_state)
             assert same_bits(compiled(x, compiled_state), right)
         assert same_bits(compiled_state, eager_state)
-        assert same_bits(state, eager_state) == (attend is chunk)
+        assert same_bits(state, eager_state) == (attend is not prefill)
 
 
 def test_compiles_packed_with_everything() -> None:

@@ -62,6 +62,9 @@ CASES: dict[str, Case] = {
         (40, 290, 0, 129), H=1, HV=2, varlen=True, checkpoint_interval=64, segment_tokens=128
     ),
     "segments, short ones": Case((70, 60, 65), H=2, HV=2, varlen=True, segment_tokens=64),
+    "segments, a long one last": Case(
+        (65,) * 4 + (200,), H=1, HV=1, K=64, V=64, varlen=True, segment_tokens=64
+    ),
     "segments, two": Case((150,), dtype=torch.float16, segment_tokens=128),
     "segments, many": Case((1240,), H=1, HV=1, K=64, V=64, segment_tokens=64),
     "segments out of reach": Case((450,), H=1, HV=1, decay=-1.0, segment_tokens=192),

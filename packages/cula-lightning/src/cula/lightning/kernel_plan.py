@@ -46,8 +46,12 @@ class KernelPlan:
         shape = self.shape
         if isinstance(shape, FixedPlan):
             return shape.batch, shape.segments_each, shape.segment_chunks
-        # as many segments are whole at most; each sequence's second one stands for it
-        return self._longest, 0, shape.segment_chunks
+        if not shape.segment_chunks:
+            return 0, 0, 0
+        # Each sequence's second segment stands for it. Where there is a third, the second has all
+        # its chunks, and those rows come first; a chunk may be short, so chunks bound how many.
+        full = shape.max_chunks // shape.segment_chunks
+        return min(full, shape.max_segments), 0, shape.segment_chunks
 
     @property
     def _longest(self) -> int:

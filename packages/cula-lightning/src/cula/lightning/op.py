@@ -12,7 +12,7 @@ from cula.common.recurrence import lightning_log_decay
 from cula.lightning.reference import LightningInputs
 from cula.lightning.run import chunk_by_fallback, chunk_op, prefill_op
 
-MAX_LOG_DECAYS = 1024  # one for each layer
+MAX_LOG_DECAYS = 1024  # one for each layer and stream
 _log_decays: dict[tuple, torch.Tensor] = {}
 
 
@@ -67,7 +67,8 @@ def lightning_prefill(
             of 64, which run side by side: for few heads and long sequences. Exact, but rounded in
             another order. 0: sequences stay whole. None: the plan cuts where that is faster, which
             depends on how many sequences, heads and tokens there are; with any number, a
-            sequence's bits depend on nothing else in the batch.
+            sequence's bits depend on nothing else in the batch. Takes a float32 state of memory
+            for each segment and head.
         out: ``[B, T, HV, V]`` of q's dtype, to write into.
         backend: "auto", or "cute", "fla", "reference" to insist.
         validate: copy the values of cu_seqlens and g_gamma back from the GPU and check them.
@@ -194,14 +195,19 @@ def chunk_lightning_attn(
 def _log_decay(heads: int, layer_idx: int, num_layers: int, device: torch.device) -> torch.Tensor:
     """A layer's log decays, kept: they are the same for every call, and cost more launches than it.
 
-    Not kept while a graph is captured or traced, whose tensors hold nothing until it is replayed.
+    Kept for each stream, since another may get ahead of the launches that write them. Not kept
+    while a graph is captured or traced, whose tensors hold nothing until it is replayed.
     """
-    if device.type != "cuda" or is_dynamo_compiling() or torch.cuda.is_current_stream_capturing():
+    traced = is_dynamo_compiling() or torch._C._len_torch_dispatch_stack()
+    if device.type != "cuda" or traced or torch.cuda.is_current_stream_capturing():
         return lightning_log_decay(heads, layer_idx, num_layers, device=device)
-    key = (heads, layer_idx, num_layers, device)
-    if key not in _log_decays:
+    stream = torch.cuda.current_stream(device).cuda_stream
+    key = (heads, layer_idx, num_layers, device, stream)
+    kept = _log_decays.get(key)
+    if kept is None:
         if len(_log_decays) >= MAX_LOG_DECAYS:
             _log_decays.clear()
         with torch.inference_mode(False):
-            _log_decays[key] = lightning_log_decay(heads, layer_idx, num_layers, device=device)
-    return _log_decays[key]
+            kept = lightning_log_decay(heads, layer_idx, num_layers, device=device)
+        _log_decays[key] = kept
+    return kept

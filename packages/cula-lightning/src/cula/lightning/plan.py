@@ -4,7 +4,14 @@ import torch
 
 from cula.common.arch import sm_count
 from cula.common.backends import Backend, choose_backend
-from cula.common.checks import require, require_cu_seqlens, require_number, require_tensor
+from cula.common.checks import (
+    require,
+    require_cu_seqlens,
+    require_flags,
+    require_number,
+    require_own_elements,
+    require_tensor,
+)
 from cula.common.dims import Dims, dims_of
 from cula.common.layouts import require_state
 from cula.common.pool import require_checkpoints, require_pool
@@ -41,15 +48,19 @@ def plan_prefill(
     require_pool(state, state_indices, has_initial_state, sequences=sequences, **sizes)
     require_checkpoints(checkpoints, checkpoint_interval, tokens=dims.B * dims.T, **sizes)
     require(
-        segment_tokens is None or (segment_tokens >= 0 and segment_tokens % CHUNK == 0),
+        segment_tokens is None
+        or (
+            isinstance(segment_tokens, int) and segment_tokens >= 0 and segment_tokens % CHUNK == 0
+        ),
         "segment_tokens",
         segment_tokens,
-        f"must be None or a multiple of {CHUNK}, 0 included",
+        f"must be None or an integer multiple of {CHUNK}, 0 included",
     )
     if out is not None:
         require_tensor(
             "out", out, shape=v.shape, dims="[B, T, HV, V]", dtypes=(q.dtype,), device=q.device
         )
+        require_own_elements("out", out)
     missing = no_kernel(q, dims, {"state": state, "checkpoints": checkpoints})
     chosen, reason = _backend("lightning_prefill", backend, q.device, dims, sequences, missing)
     kernel = None
@@ -117,11 +128,12 @@ def plan_chunk(
             device=q.device,
             dense=False,
         )
+    require_flags(state_v_first=state_v_first)
     require(
-        chunk_size > 0 and chunk_size & (chunk_size - 1) == 0,
+        isinstance(chunk_size, int) and chunk_size > 0 and chunk_size & (chunk_size - 1) == 0,
         "chunk_size",
         chunk_size,
-        "must be a power of 2",
+        "must be an integer power of 2",
     )
     missing = "gradients are needed" if differentiable else no_kernel(q, dims, {})
     chosen, reason = _backend("chunk_lightning_attn", backend, q.device, dims, sequences, missing)

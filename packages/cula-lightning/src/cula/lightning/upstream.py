@@ -15,7 +15,7 @@ For code written against that package: same arguments, same V-first float32 stat
 
 import torch
 
-from cula.common.checks import needs_grad, require, require_tensor
+from cula.common.checks import needs_grad, readable, require, require_tensor
 from cula.common.layouts import require_state, state_shape
 from cula.lightning.op import lightning_prefill
 
@@ -135,7 +135,7 @@ def _new_states(count: int, K: torch.Tensor, V: torch.Tensor) -> tuple[torch.Ten
 
 def _log_decay(decay: torch.Tensor) -> torch.Tensor:
     require_tensor("decay", decay, shape=(None,), dims="[HV]", dtypes=(torch.float32,))
-    if decay.device.type == "cpu" and decay.numel():
+    if decay.device.type == "cpu" and decay.numel() and readable(decay):
         smallest = decay.min().item()
         require(smallest >= 0, "decay", f"smallest value {smallest}", "must be at least 0")
     return -decay

@@ -35,6 +35,7 @@ class SegmentPrefix:
     def __init__(self, config):
         self.config = config
         self.matrix = config.K * config.V
+        self.pieces = self.matrix // (4 * THREADS)  # blocks that share a (sequence, head)
 
     def fake_args(self) -> tuple:
         """Stand-ins for the arguments of `__call__`."""
@@ -66,10 +67,13 @@ class SegmentPrefix:
         stream: cuda.CUstream,
     ):
         self.kernel(mLocal, mG, mWork, rows, segments, segment_chunks).launch(
+            # in one dimension: the others end at 65,535, and sequences do not
             grid=[
-                self.matrix // (4 * THREADS),
-                mLocal.shape[1],
-                ceil_div(rows, ROWS) if self.config.varlen else rows,
+                self.pieces
+                * mLocal.shape[1]
+                * (ceil_div(rows, ROWS) if mWork is not None else rows),
+                1,
+                1,
             ],
             block=[THREADS, 1, 1],
             stream=stream,
@@ -89,14 +93,19 @@ class SegmentPrefix:
         # the second pass may take its place on the GPU; it, too, waits before it reads anything
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        piece, head, z = cute.arch.block_idx()
+        block, heads = cute.arch.block_idx()[0], mLocal.shape[1]
+        piece, head, z = (
+            block % self.pieces,
+            block // self.pieces % heads,
+            block // self.pieces // heads,
+        )
         decay = math.decay(Float32(mG[head]) * Float32(segment_chunks * CHUNK))
         element = (piece * THREADS + cute.arch.thread_idx()[0]) * 4
         if cutlass.const_expr(mWork is None):
             self.join(mLocal, head, z * segments, segments, decay, element)
         else:
-            # A sequence's second row stands for it. Where there is a third, the second is whole
-            # and lies among the first rows.
+            # A sequence's second row stands for it. Where there is a third, the second has all its
+            # chunks, and such rows come first.
             lane, stands = cute.arch.lane_idx(), Int32(0)
             if (lane < ROWS) & (z * ROWS + lane < rows):
                 row = read_segment(mWork.iterator, z * ROWS + lane)

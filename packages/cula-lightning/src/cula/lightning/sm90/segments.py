@@ -91,7 +91,9 @@ class SegmentStates(LightningPrefill):
             if u.segment + 1 < u.segments:
                 value = (u.part * groups + wg) * PART
                 log_decay = Float32(mG[u.head])
-                chunks = within_reach(log_decay, u.tokens // CHUNK)
+                chunks = within_reach(log_decay, u.tokens // CHUNK)  # as many as were loaded
+                # beyond that, one token's decay is 0 already, and -inf times 0 chunks would be nan
+                log_decay = cute.arch.fmax(log_decay, Float32(-NOTHING))
                 g.barrier()  # the last unit's powers have been read
                 g.store_powers(log_decay, scale)
                 g.barrier()
