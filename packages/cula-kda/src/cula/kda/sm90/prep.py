@@ -25,7 +25,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cula.common.cute import cache, math
+from cula.common.cute import math
 from cula.common.cute.smem import SmemAllocator
 from cula.common.varlen.device import ceil_div, chunk_count, read_chunk, where
 from cula.kda.sm90 import ptx
@@ -382,10 +382,8 @@ class KdaPrep:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * self.pieces * ROWS)
             key_head = Int32(divmod(place.head, inputs.group)[0])
-            # records are what L2 had better keep; value heads of a group share k and q
-            policy = cache.evict_first(inputs.group.divisor == 1)
-            self.load_rows(inputs.k, storage.k, full, warp, place, key_head, policy)
-            self.load_rows(inputs.q, storage.q, full, warp, place, key_head, policy)
+            self.load_rows(inputs.k, storage.k, full, warp, place, key_head)
+            self.load_rows(inputs.q, storage.q, full, warp, place, key_head)
 
     @cute.jit
     def load_gates(self, inputs, storage, index: Int32):
@@ -397,10 +395,9 @@ class KdaPrep:
                     full = storage.gates.data_ptr() + warp
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(full, self.pieces * ROWS)
-                    policy = cache.evict_first()
-                    self.load_rows(inputs.g, storage.back, full, warp, place, place.head, policy)
+                    self.load_rows(inputs.g, storage.back, full, warp, place, place.head)
 
-    def load_rows(self, source: tuple, tile, full, warp: Int32, place, head: Int32, policy) -> None:
+    def load_rows(self, source: tuple, tile, full, warp: Int32, place, head: Int32) -> None:
         """Past the tensor's end TMA fills in zeros."""
         atom, tensor, layout, dtype = source
         rows = cute.domain_offset(
@@ -418,7 +415,7 @@ class KdaPrep:
                 cute.group_modes(shared, 0, 2),
                 cute.group_modes(cute.local_tile(rows, (BLOCK, 64), (0, piece)), 0, 2),
             )
-            cute.copy(atom, gX, sX, tma_bar_ptr=full, cache_policy=policy)
+            cute.copy(atom, gX, sX, tma_bar_ptr=full)
 
     # ------------------------------------------------------------------ pieces
     def warp_of(self, storage, warp: Int32, lane: Int32) -> BlockWarp:

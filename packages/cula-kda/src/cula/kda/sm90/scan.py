@@ -24,7 +24,6 @@ from cutlass import Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cula.common.cute import cache
 from cula.common.cute.dtypes import DTYPES
 from cula.common.cute.smem import SmemAllocator
 from cula.common.cute.stand_ins import fake_states, fake_tokens, fake_vector
@@ -333,7 +332,6 @@ class KdaScan:
             gV[(None, unit.part, i)],
             sV[(None, s)],
             tma_bar_ptr=full,
-            cache_policy=cache.evict_first(),
         )
 
     @cute.jit
@@ -401,7 +399,6 @@ class KdaScan:
                         aO,
                         sO[(None, 0)],
                         gO[(None, unit.part, i - 1)],
-                        cache_policy=cache.evict_first(),
                     )
                     cute.arch.cp_async_bulk_commit_group()
             warpgroup.wait_group(1)
@@ -436,7 +433,6 @@ class KdaScan:
                     aO,
                     sO[(None, 0)],
                     gO[(None, unit.part, chunks - 1)],
-                    cache_policy=cache.evict_first(),
                 )
                 cute.arch.cp_async_bulk_commit_group()
         self.store_state(states, unit, thread, g)

@@ -22,7 +22,6 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cula.common.cute import cache
 from cula.common.cute.dtypes import DTYPES
 from cula.common.cute.smem import SmemAllocator
 from cula.common.cute.stand_ins import fake_states, fake_tokens, fake_vector
@@ -277,21 +276,6 @@ class LightningPrefill:
             self.scan(aO, tO, shared, mG, states, mO, scale)
 
     # ------------------------------------------------------------------ loads
-    def once(self, alone=True) -> dict:
-        """How to copy what nobody reads again, if one head (`alone`) is all that reads it.
-
-        In the second pass it goes first, so that what the first one left in L2 lasts until it is
-        read.
-        """
-        if self.config.segments != "second":
-            return {}
-        return {"cache_policy": cache.evict_first(alone)}
-
-    def load_shared(self, atom, source, target, full, group) -> None:
-        """q and k, which value heads of a group and a head's parts share."""
-        alone = (group == 1) & (self.config.parts == 1)
-        cute.copy(atom, source, target, tma_bar_ptr=full, **self.once(alone))
-
     @cute.jit
     def load(
         self,
@@ -337,16 +321,12 @@ class LightningPrefill:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes)
                 if cutlass.const_expr(not self.first_pass):
-                    self.load_shared(aQ, gQ[(None, at)], sQ[(None, s)], full, group)
-                self.load_shared(aK, gK[(None, at)], sK[(None, s)], full, group)
+                    cute.copy(aQ, gQ[(None, at)], sQ[(None, s)], tma_bar_ptr=full)
+                cute.copy(aK, gK[(None, at)], sK[(None, s)], tma_bar_ptr=full)
                 for w in cutlass.range_constexpr(groups):
                     part = u.part * groups + w
                     cute.copy(
-                        aV,
-                        gV[(None, part, at)],
-                        sV[(None, s * groups + w)],
-                        tma_bar_ptr=full,
-                        **self.once(),
+                        aV, gV[(None, part, at)], sV[(None, s * groups + w)], tma_bar_ptr=full
                     )
                 loaded += 1
 
@@ -430,7 +410,7 @@ class LightningPrefill:
                     self.meet(g, thread)
                     if (thread < 32) & (i > 0):
                         before = (buffer ^ 1) * groups + wg
-                        cute.copy(aO, copy_s[(None, before)], copy_g[(None, i - 1)], **self.once())
+                        cute.copy(aO, copy_s[(None, before)], copy_g[(None, i - 1)])
                         cute.arch.cp_async_bulk_commit_group()
                     g.issue_present(stage, buffer)
                     if cutlass.const_expr(c.checkpoints is None):
@@ -455,7 +435,7 @@ class LightningPrefill:
                 self.meet(g, thread)
                 if (thread < 32) & (chunks > 1):
                     before = (buffer ^ 1) * groups + wg
-                    cute.copy(aO, copy_s[(None, before)], copy_g[(None, chunks - 2)], **self.once())
+                    cute.copy(aO, copy_s[(None, before)], copy_g[(None, chunks - 2)])
                     cute.arch.cp_async_bulk_commit_group()
                 g.issue_present(stage, buffer)
                 warpgroup.wait_group(0)
@@ -471,7 +451,7 @@ class LightningPrefill:
                         first = u.first + (chunks - 1) * CHUNK
                         self.store_rows(shared, mine, mO, u, value, first, tail, thread)
                 if (thread < 32) & whole:
-                    cute.copy(aO, copy_s[(None, mine)], copy_g[(None, chunks - 1)], **self.once())
+                    cute.copy(aO, copy_s[(None, mine)], copy_g[(None, chunks - 1)])
                     cute.arch.cp_async_bulk_commit_group()
                 if tail == CHUNK:
                     self.keep_state(states, u, chunks, value, thread, g.S)
