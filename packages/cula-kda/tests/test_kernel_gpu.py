@@ -154,7 +154,6 @@ def test_surroundings_are_neither_read_nor_written(varlen: bool) -> None:
     assert all(window.untouched() for window in windows.values())
 
 
-@pytest.mark.parametrize("segment_tokens", [0, 64])
 @pytest.mark.parametrize("segment", [False, True])
 def test_states_at_the_start_of_chunks(segment: bool) -> None:
     """Also where few heads have their sequences cut."""
@@ -176,6 +175,7 @@ def test_states_at_the_start_of_chunks(segment: bool) -> None:
         assert_close(name, ours, right, TOLERANCE)
 
 
+@pytest.mark.parametrize("segment_tokens", [0, 64])
 def test_graph_replays_with_other_bounds_and_slots(segment_tokens: int) -> None:
     case = Case((300, 28), H=2, HV=2, varlen=True, segment_tokens=segment_tokens)
     inputs = make_inputs(case, "cuda")
