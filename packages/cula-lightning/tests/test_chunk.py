@@ -131,6 +131,8 @@ def refused() -> dict[str, tuple[dict, type[Exception], str]]:
         "text for chunk_size": ({"chunk_size": "64"}, ValueError, "chunk_size: 64"),
         "text for a flag": ({"state_v_first": "False"}, TypeError, "state_v_first: str"),
         "layer": ({"layer_idx": 12}, ValueError, "layer_idx: 12"),
+        "text for a layer": ({"layer_idx": "3"}, TypeError, "layer_idx: str"),
+        "no number of layers": ({"num_layers": None}, TypeError, "num_layers: NoneType"),
         "k": ({"k": torch.zeros(2, 45, 3, 8)}, ValueError, "k: shape"),
         "v heads": ({"v": torch.zeros(2, 45, 4, 8)}, ValueError, "v: .*multiple"),
         "v dtype": ({"v": torch.zeros(2, 45, 3, 8).half()}, ValueError, "v: dtype"),

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
-from cula.common.checks import needs_grad, require
+from cula.common.checks import needs_grad, require, require_number
 
 
 def kda_log_decay(
@@ -171,8 +171,11 @@ def lightning_log_decay(
         float32 [H], natural logarithm.
 
     Raises:
+        TypeError: something that is no number.
         ValueError: a number out of range.
     """
+    for arg, x in (("heads", heads), ("layer_idx", layer_idx), ("num_layers", num_layers)):
+        require_number(arg, x)
     require(heads > 0, "heads", heads, "must be positive")
     require(num_layers > 0, "num_layers", num_layers, "must be positive")
     require(0 <= layer_idx < num_layers, "layer_idx", layer_idx, f"must be in [0, {num_layers})")
