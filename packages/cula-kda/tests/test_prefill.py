@@ -5,7 +5,7 @@ import torch
 
 from cula.common.layouts import to_v_first
 from cula.common.testing import assert_close, poisoned, same_bits
-from cula.kda import kda_prefill
+from cula.kda import chunk_kda, kda_prefill, reference
 from cula.kda.cases import CASES, Case, make_inputs
 
 KERNEL = ("segment_tokens",)
@@ -298,3 +298,23 @@ def test_prefill_in_two_calls_is_one() -> None:
         parts.append(kda_prefill(**(first | cut)))
     assert_close("o", torch.cat(parts, 1), o, 1e-6)
     assert_close("state", first["state"], whole["state"], 1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("state", [None, torch.float32, torch.bfloat16])
+def test_calls_without_tokens_read_nothing_on_the_host(monkeypatch, packed, state) -> None:
+    """On a GPU they, too, may be captured in a CUDA graph."""
+    monkeypatch.setattr(reference, "kda_forward", None)
+    inputs = make_inputs(Case((0,) * 3, varlen=packed, state=state, checkpoint_interval=64))
+    before = None if state is None else inputs["state"].clone()
+    o = kda_prefill(**inputs)
+    assert o.shape == inputs["v"].shape
+    if state is not None:
+        slots = inputs["state_indices"].tolist()
+        before[slots[1]] = 0.0  # the one that has no initial state
+        assert same_bits(inputs["state"], before)
+    given = {n: inputs[n] for n in ("q", "k", "v", "g", "beta", "cu_seqlens") if n in inputs}
+    initial = None if state is None else torch.randn(3, 2, 128, 128).to(state)
+    _, final = chunk_kda(**given, initial_state=initial, output_final_state=True)
+    right = torch.zeros(3, 2, 128, 128) if initial is None else initial.float()
+    assert same_bits(final, right)

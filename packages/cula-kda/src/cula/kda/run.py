@@ -88,14 +88,17 @@ def _prefill(
             lower_bound=lower_bound,
         )
         return
-    by_fla = plan.backend == "fla" and not plan.empty
-    forward = fla_fallback.forward if by_fla else reference.kda_forward
+    forward = fla_fallback.forward if plan.backend == "fla" else reference.kda_forward
     with torch.no_grad():
-        initial = None
+        starts = None
         if state is not None:
-            initial = to_k_first(
-                load_states(state, state_indices, has_initial_state, sequences=plan.sequences)
-            )
+            starts = load_states(state, state_indices, has_initial_state, sequences=plan.sequences)
+        if plan.empty:  # by the device alone: such a call, too, may be captured in a CUDA graph
+            out.zero_()
+            if state is not None:
+                store_states(state, state_indices, starts)
+            return
+        initial = None if starts is None else to_k_first(starts)
         result = forward(
             plan.form, inputs, initial, cu_seqlens=cu_seqlens, every=checkpoint_interval
         )
@@ -299,6 +302,13 @@ def _chunk(
         )
         return
     with torch.no_grad():
+        if plan.empty:  # by the device alone, as above
+            out.zero_()
+            if final_state is not None and initial_state is not None:
+                final_state.copy_(initial_state)
+            elif final_state is not None:
+                final_state.zero_()
+            return
         results = _run_chunk(
             plan,
             inputs,

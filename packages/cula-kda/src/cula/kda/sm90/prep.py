@@ -21,16 +21,17 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass import Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cula.common.cute import math
+from cula.common.cute.dtypes import DTYPES
 from cula.common.cute.smem import SmemAllocator
+from cula.common.cute.wgmma import rows_layout
 from cula.common.varlen.device import ceil_div, chunk_count, read_chunk, where
 from cula.kda.sm90 import ptx
 from cula.kda.sm90.config import BLOCK, CHUNK, PREP_BLOCKS_PER_SM, Record
-from cula.kda.sm90.layouts import rows_layout
 from cula.kda.sm90.prep_block import (
     BETWEEN,
     LEVELS,
@@ -42,10 +43,9 @@ from cula.kda.sm90.prep_block import (
     decay_products,
     widen,
 )
-from cula.kda.sm90.prep_gates import DTYPES, LEAST_RATE, GateReader, step_size
+from cula.kda.sm90.prep_gates import LEAST_RATE, GateReader, step_size
 from cula.kda.sm90.prep_inverse import COLUMN, invert_diagonal, write_column
 
-IO = {"bf16": BFloat16, "fp16": Float16}
 LAST = 3  # the warp that is the last to read the others' kb, and then loads gates there
 
 
@@ -86,7 +86,7 @@ class KdaPrep:
 
     def __init__(self, config):
         self.config = config
-        self.io = IO[config.io]
+        self.io = DTYPES[config.io]
         self.pieces = config.K // 64
         self.record = Record(config.K)
         self.gates_by_tma = config.gate_dtype != "fp32"

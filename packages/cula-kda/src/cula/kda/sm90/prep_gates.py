@@ -7,12 +7,11 @@ in 10^6 of g, and give exactly 1 for g = 0 and exactly 0 where g masks.
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from cula.common.cute import math
 from cula.kda.sm90 import ptx
 
-DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
 LEAST_RATE = 1.2e-38  # about the least normal number
 
 
