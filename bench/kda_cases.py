@@ -13,7 +13,8 @@ LENGTHS = (512, 1024, 4096, 8192, 16384)
 SEQUENCES = (10, 20)
 PACKED = (4096, 8192, 16384)
 
-# Groups, in the order in which they run and are shown. Few heads last: a baseline tunes itself for each.
+# Groups, in the order in which they run and are shown. Few heads last: for each of their numbers a
+# baseline tunes itself anew.
 GROUPS = {
     "kernel": "GPU time, equal lengths, a final state: by CUDA-graph replay",
     "wrapper": "Whole calls, equal lengths: back to back, by events; host time of one",

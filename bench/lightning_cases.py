@@ -13,7 +13,8 @@ LENGTHS = (1024, 4096, 8192, 16384)
 SEQUENCES = (5, 8, 10, 12, 16, 20, 25)
 PACKED = (1024, 2048, 4096, 8192, 16384, 32768)
 
-# Groups, in the order in which they run and are shown. Few heads last: a baseline tunes itself for each.
+# Groups, in the order in which they run and are shown. Few heads last: for each of their numbers a
+# baseline tunes itself anew.
 GROUPS = {
     "kernel": "GPU time, equal lengths, no state: by CUDA-graph replay",
     "wrapper": "Whole calls, equal lengths, no state: back to back, by events; host time of one",
