@@ -81,8 +81,16 @@ def test_without_a_gpu_or_a_compiler_it_says_what_is_missing(folder, monkeypatch
 @pytest.mark.slow
 def test_what_is_filled_is_there_the_next_time(folder, capfd):
     pytest.importorskip("cutlass")
-    for each in (" s", "there"):
-        assert cache.main(["fill", "--arch", "sm_90a", FAMILY]) == 0
+    for each, jobs in ((" s", "2"), ("there", "3")):
+        assert cache.main(["fill", "--arch", "sm_90a", "--jobs", jobs, FAMILY]) == 0
         lines = capfd.readouterr().out.splitlines()
         assert lines and all(line.startswith(f"{FAMILY} sm_90a ") for line in lines)
         assert all(line.endswith(each) for line in lines)
+        numbers = sorted(int(line.split()[2].split("/")[0]) for line in lines)
+        assert numbers == list(range(1, len(lines) + 1))
+
+
+def test_no_jobs_are_refused(folder, capsys):
+    with pytest.raises(SystemExit):
+        cache.main(["fill", "--arch", "sm_90a", "--jobs", "0"])
+    assert "--jobs: 0; must be at least 1" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """The kernel cache from the command line, so that a container starts warm.
 
     python -m cula.common.cache list
-    python -m cula.common.cache fill [--arch sm_90a] [--all] [PACKAGE ...]
+    python -m cula.common.cache fill [--arch sm_90a] [--all] [--jobs 8] [PACKAGE ...]
     python -m cula.common.cache clear
 
 `fill` compiles what serving needs (with --all, everything there is) of the installed cuLA packages,
@@ -55,8 +55,8 @@ def clear() -> int:
     return 0
 
 
-def fill(packages: list[str], arch: str | None, which: str) -> int:
-    """Compile what is not there yet, in a process that compiles for `arch` alone."""
+def fill(packages: list[str], arch: str | None, which: str, jobs: int) -> int:
+    """Compile what is not there yet, in processes that compile for `arch` alone."""
     if missing := missing_compiler():
         print(missing)
         return 1
@@ -67,24 +67,32 @@ def fill(packages: list[str], arch: str | None, which: str) -> int:
         print(f"no GPU here; name one with --arch ({', '.join(KERNEL_ARCHS)})")
         return 1
     target = arch or arch_of(torch.device("cuda"))
-    if os.environ.get("CUTE_DSL_ARCH") != target:
-        command = [sys.executable, "-m", __spec__.name, "fill", "--arch", target, *packages]
-        command += ["--all"] if which == "all" else []
-        return subprocess.run(command, env={**os.environ, "CUTE_DSL_ARCH": target}).returncode
+    command = [sys.executable, "-m", __spec__.name, "fill", "--arch", target, *packages]
+    command += ["--all"] if which == "all" else []
+    environment = {**os.environ, "CUTE_DSL_ARCH": target}
+    running = [
+        subprocess.Popen([*command, "--share", str(i), str(jobs)], env=environment)
+        for i in range(jobs)
+    ]
+    return max(process.wait() for process in running)
+
+
+def fill_share(packages: list[str], arch: str, which: str, share: int, of: int) -> int:
+    """Compile every `of`-th kernel, from number `share` on, if it is not there yet."""
     cache = DiskCache()
     for package in packages or [p for p in PACKAGES if _installed(p)]:
-        configs = kernel_configs(package, which, target)
-        for i, config in enumerate(configs, 1):
+        configs = kernel_configs(package, which, arch)
+        for i in range(share, len(configs), of):
             start = time.perf_counter()
-            key = key_text(config, target)
+            key = key_text(configs[i], arch)
             known = cache.load(key) is not None
             if not known:
-                compiled(config, target)
+                compiled(configs[i], arch)
                 if cache.describe(cache.path(key)) is None:
                     print(f"{cache.folder}: nothing was written there")
                     return 1
             took = "there" if known else f"{time.perf_counter() - start:.1f} s"
-            print(f"{package} {target} {i}/{len(configs)}: {took}", flush=True)
+            print(f"{package} {arch} {i + 1}/{len(configs)}: {took}", flush=True)
     return 0
 
 
@@ -118,12 +126,24 @@ def main(argv: list[str] | None = None) -> int:
     )
     filling.add_argument("--arch", choices=KERNEL_ARCHS, help="default: this machine's GPU")
     filling.add_argument("--all", action="store_true", help="also what few callers need")
+    filling.add_argument(
+        "--jobs",
+        type=int,
+        default=min(8, os.cpu_count() or 1),
+        help="processes that compile (default: %(default)s)",
+    )
+    filling.add_argument("--share", type=int, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.command == "list":
         return list_entries()
     if args.command == "clear":
         return clear()
-    return fill(args.packages, args.arch, "all" if args.all else "common")
+    which = "all" if args.all else "common"
+    if args.share is not None:
+        return fill_share(args.packages, args.arch, which, *args.share)
+    if args.jobs < 1:
+        parser.error(f"--jobs: {args.jobs}; must be at least 1")
+    return fill(args.packages, args.arch, which, args.jobs)
 
 
 if __name__ == "__main__":
