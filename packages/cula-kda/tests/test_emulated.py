@@ -138,6 +138,15 @@ def test_slow_and_saturated_gates(emulated, gate, gate_mean) -> None:
     check(emulated, make_inputs(case))
 
 
+@pytest.mark.parametrize("A_log", [-200.0, -90.0, 100.0])
+@pytest.mark.parametrize("gate", ["softplus", "bounded"])
+def test_rates_out_of_range(emulated, gate, A_log) -> None:
+    """e^A_log of 0 or infinity, and a tail, whose tokens decay nothing."""
+    inputs = make_inputs(Case((20,), H=1, HV=1, gate=gate))
+    inputs["A_log"].fill_(A_log)
+    check(emulated, inputs)
+
+
 @pytest.mark.parametrize("beta", ["given", "sigmoid", "sigmoid2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_betas(emulated, beta, dtype) -> None:

@@ -2,12 +2,12 @@
 
 Tile:     a block prepares one (chunk of 64 tokens, value head) after the other: a record
           (config.Record) each.
-Roles:    four warps, 16 tokens each; warp 0 also starts the loads. A lane has two channels of all
-          16 tokens at a time, so that products along time need no shuffles; channels come in
-          pieces of 64.
+Roles:    four warps, 16 tokens each, which load their own rows; the last one loads gates. A lane
+          has two channels of all 16 tokens at a time, so that products along time need no shuffles;
+          channels come in pieces of 64.
 Steps:    norms and the scores' diagonal; decays; scores within 16 tokens in four levels; | decayed
-          keys and queries out; scores against earlier warps' tokens, out; | the next chunk's loads
-          start; inverse, out. ( | : the block meets)
+          keys and queries out; the next chunk's k and q begin to load; scores against earlier
+          warps' tokens, out; its gates begin to load; inverse | out. ( | : the block meets)
 Shared:   k, q and k decayed to its block's end 16 KB each, most scratch lies over them as they are
           used up, and gates of 16 bits come where the decayed k will be; 16 KB for the inverse,
           which runs while the next chunk's inputs arrive; 5 KB of tables. Three blocks an SM.
@@ -43,7 +43,7 @@ from cula.kda.sm90.prep_block import (
     decay_products,
     widen,
 )
-from cula.kda.sm90.prep_gates import LEAST_RATE, GateReader, step_size
+from cula.kda.sm90.prep_gates import LEAST_RATE, MOST_RATE, GateReader, step_size
 from cula.kda.sm90.prep_inverse import COLUMN, invert_diagonal, write_column
 
 LAST = 3  # the warp that is the last to read the others' kb, and then loads gates there
@@ -457,6 +457,7 @@ class KdaPrep:
         rate = Float32(1.0)
         if cutlass.const_expr(mA is not None):
             rate = cute.arch.fmax(math.exp(mA[place.head]), Float32(LEAST_RATE))
+            rate = cute.arch.fmin(rate, Float32(MOST_RATE))
         size = mG.element_type.width // 8
         at = (
             Int64(place.b) * Int64(mG.stride[0])

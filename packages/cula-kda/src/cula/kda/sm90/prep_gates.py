@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Int64
 from cula.common.cute import math
 from cula.kda.sm90 import ptx
 
-LEAST_RATE = 1.2e-38  # about the least normal number
+LEAST_RATE, MOST_RATE = 1.2e-38, 1e30  # about the least number; what times a bias is finite
 
 
 def given_factor():
@@ -56,8 +56,8 @@ class GateReader:
     from memory. Past the end is what makes a factor of 1.
 
     address: of the lane's first channel of the block's first token. stride: bytes between tokens.
-    valid: how many of the block's tokens exist. rate: e^A_log, not below the least normal number,
-    so that its product with an infinite gate is one.
+    valid: how many of the block's tokens exist. rate: e^A_log, neither 0 nor infinite, so that its
+    product with an infinite gate or with a power of 0 is none of the other.
     """
 
     config: object
