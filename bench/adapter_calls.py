@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench import accuracy, decode_calls, kda_calls, lightning_calls
+from bench import accuracy, decode_calls, kda_calls, lightning_calls, prefill
 from bench.adapter_cases import AdapterCase
 from bench.baselines import FAST_OPS
 from bench.decode_cases import DecodeCase
@@ -170,7 +170,7 @@ def _kda_prefill(case: AdapterCase, device: torch.device | str) -> tuple:
     options["lower_bound"] = inputs.lower_bound
 
     def check(results: Mapping[str, tuple]) -> dict[str, float]:
-        found = kda_calls.errors(inputs, dict(results))
+        found = prefill.errors(inputs, dict(results), kda_calls.oracle)
         kda_calls.check_ours(found)
         return {name: found[name][0] for name in results}
 
@@ -189,7 +189,7 @@ def _lightning_prefill(case: AdapterCase, device: torch.device | str) -> tuple:
     options |= {"output_final_state": True, "state_v_first": True}
 
     def check(results: Mapping[str, tuple]) -> dict[str, float]:
-        found = lightning_calls.errors(inputs, dict(results))
+        found = prefill.errors(inputs, dict(results), lightning_calls.oracle)
         lightning_calls.check_ours(found)
         return {name: found[name][0] for name in results}
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from bench import adapter_calls, baselines, cli, tables, timing
-from bench.adapter_calls import FUNCTIONS, Call, Calls
+from bench import adapter_calls, baselines, cli, prefill, tables
+from bench.adapter_calls import FUNCTIONS, Calls
 from bench.adapter_cases import GROUPS, AdapterCase, adapter_cases
 from bench.results import Measured, Row
 from bench.runner import Family, Session
@@ -66,19 +66,10 @@ def _measured(case: AdapterCase, made: Calls, package: str, session: Session) ->
     errors = made.check(results) if "fla" in results or case.group != "layer" else {}
     figures = {}
     for name, call in calls.items():
-        figures[name] = Measured(error=errors.get(name), **_time(case, call, session))
+        times = prefill.timed(case.mode, call, session, most_calls=16)
+        figures[name] = Measured(error=errors.get(name), **times)
     ours = figures.pop("ours")
     return Row(case.op, case.name, ours, baselines=figures)
-
-
-def _time(case: AdapterCase, call: Call, session: Session) -> dict[str, float]:
-    if case.mode == "kernel":
-        sample = timing.graph_time([call], most_calls=16)
-        session.spreads.append(sample.spread)
-        return {"ms": sample.value}
-    times = timing.call_times(call)
-    session.spreads.append(times.ms.spread)
-    return {"ms": times.ms.value, "host_us": times.host_us.value}
 
 
 def show(measured: Sequence[tuple[AdapterCase, Row]]) -> str:

@@ -10,12 +10,11 @@ import torch
 from bench import accuracy
 from bench.baselines import FAST_OPS
 from bench.kda_cases import KdaCase
+from bench.prefill import Result
 
 TOLERANCE = 0.005
 OF_BASELINE = 1.25  # our error is never above so many times the baseline's
 LOWER_BOUND = -5.0
-
-Result = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -84,7 +83,7 @@ def make_inputs(case: KdaCase, device: torch.device | str, seed: int = 42) -> Kd
     )
 
 
-def states_of(inputs: KdaInputs) -> torch.Tensor:
+def final_states(inputs: KdaInputs) -> torch.Tensor:
     """A pool for ``our_call``: the initial states, or room for the final ones."""
     if inputs.initial is not None:
         return inputs.initial.clone()
@@ -215,32 +214,11 @@ def oracle(inputs: KdaInputs, sequence: int) -> Result:
     return torch.cat(parts, dim=1).transpose(0, 1), S.mT
 
 
-def errors(inputs: KdaInputs, results: dict[str, Result]) -> dict[str, tuple[float, float]]:
-    """Errors of output and final states of several implementations, against one oracle.
-
-    Args:
-        inputs: what they all started from.
-        results: per name, o [B, T, HV, D] and the states V-first [N, HV, D, D].
-
-    Returns:
-        Per name, the two errors.
-    """
-    lengths = inputs.case.lengths
-    found = {name: (accuracy.RelativeError(), accuracy.RelativeError()) for name in results}
-    for n, length in enumerate(lengths):
-        o, state = oracle(inputs, n)
-        row, start = (0, sum(lengths[:n])) if inputs.case.packed else (n, 0)
-        for name, (their_o, their_states) in results.items():
-            found[name][0].add(their_o[row, start : start + length], o)
-            found[name][1].add(their_states[n], state)
-    return {name: (for_o.value(), for_state.value()) for name, (for_o, for_state) in found.items()}
-
-
 def check_ours(found: dict[str, tuple[float, float]]) -> None:
     """Hold our errors to the tolerance, and to the baseline's where there is one.
 
     Args:
-        found: what ``errors`` returned, ours under "ours".
+        found: what ``prefill.errors`` returned, ours under "ours".
 
     Raises:
         AccuracyError: o or a final state is further off than allowed.

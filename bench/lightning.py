@@ -11,14 +11,11 @@ The floor counts q, k, v and o; states come on top where a case has them.
 
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
-
-from bench import cli, lightning_calls, tables, timing
-from bench.lightning_calls import LightningInputs
+from bench import cli, lightning_calls, prefill, tables
 from bench.lightning_cases import GROUPS, LightningCase, lightning_cases
-from bench.results import Measured, Row, with_floor
+from bench.results import Row
 from bench.runner import Family, Session
 
 COMMAND = "prefill: lightning_prefill"
@@ -26,63 +23,8 @@ TITLE = "cuLA Lightning prefill: lightning_prefill (bf16 in and out, fp32 states
 
 
 def measure(case: LightningCase, session: Session) -> Row:
-    """Check one case against the float64 oracle, then time it.
-
-    Args:
-        case: the case.
-        session: the run's.
-
-    Returns:
-        Its row.
-
-    Raises:
-        AccuracyError: ours is further off than allowed; nothing is timed then.
-    """
-    try:
-        inputs = lightning_calls.make_inputs(case, "cuda")
-        errors = _checked_errors(inputs, session)
-        ours = Measured(error=errors.pop("ours"), **_time(case, _ours(inputs), session))
-        others = {}
-        for name, error in errors.items():
-            with session.excused(name):
-                figures = _time(case, lightning_calls.fla_call(inputs), session)
-                others[name] = Measured(error=error, **figures)
-        row = Row(case.op, case.name, ours, baselines=others)
-        return with_floor(row, case.floor_bytes, session.copy_tbps)
-    finally:
-        inputs = None  # so that the next case finds the memory free
-        torch.cuda.empty_cache()
-
-
-def _ours(inputs: LightningInputs) -> Callable[[], object]:
-    out, state = torch.empty_like(inputs.v), lightning_calls.final_states(inputs)
-    return lightning_calls.our_call(inputs, out, state)
-
-
-def _checked_errors(inputs: LightningInputs, session: Session) -> dict[str, float]:
-    """Errors on o of ours and of the baseline if it runs, from the same inputs."""
-    state = lightning_calls.final_states(inputs)
-    out = torch.full_like(inputs.v, float("nan"))  # an element that is not written shows
-    # cute: a fallback would be timed as if it were ours
-    lightning_calls.our_call(inputs, out, state, backend="cute")()
-    results = {"ours": (out, state)}
-    if session.use_baselines:
-        with session.excused("fla"):
-            results["fla"] = lightning_calls.fla_call(inputs)()
-            torch.cuda.synchronize()
-    found = lightning_calls.errors(inputs, results)
-    lightning_calls.check_ours(found)
-    return {name: found[name][0] for name in results}
-
-
-def _time(case: LightningCase, call: Callable[[], object], session: Session) -> dict[str, float]:
-    if case.mode == "kernel":
-        sample = timing.graph_time([call])
-        session.spreads.append(sample.spread)
-        return {"ms": sample.value}
-    times = (timing.brief_call_times if case.packed else timing.call_times)(call)
-    session.spreads.append(times.ms.spread)
-    return {"ms": times.ms.value, "host_us": times.host_us.value}
+    """Check one case against the float64 oracle, then time it; see ``prefill.measure``."""
+    return prefill.measure(case, session, lightning_calls)
 
 
 def show(measured: Sequence[tuple[LightningCase, Row]]) -> str:

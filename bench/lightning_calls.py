@@ -10,11 +10,10 @@ import torch
 from bench import accuracy
 from bench.baselines import FAST_OPS
 from bench.lightning_cases import LightningCase
+from bench.prefill import Result
 
 TOLERANCE = 0.005
 SCALE = 1.0  # the published benchmark's
-
-Result = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass
@@ -73,22 +72,22 @@ def make_inputs(case: LightningCase, device: torch.device | str, seed: int = 42)
 
 
 def our_call(
-    inputs: LightningInputs, out: torch.Tensor, state: torch.Tensor | None, **options
+    inputs: LightningInputs, out: torch.Tensor, state: torch.Tensor | None
 ) -> Callable[[], torch.Tensor]:
-    """The call under test, bound to its buffers.
+    """The call under test, bound to its buffers. A fallback would be timed as if it were ours, so
+    our kernel is insisted on.
 
     Args:
         inputs: everything that is only read.
         out: [B, T, HV, D], written.
         state: gets the final states; holds the initial ones if the case has them. None: no states.
-        options: further keywords, such as ``backend``.
 
     Returns:
         A call without arguments.
     """
     from cula.lightning import lightning_prefill
 
-    options = {"out": out, "scale": SCALE, **options}
+    options: dict[str, object] = {"out": out, "scale": SCALE, "backend": "cute"}
     if inputs.cu_seqlens is not None:
         options["cu_seqlens"] = inputs.cu_seqlens
     if inputs.case.segment is not None:
@@ -181,33 +180,11 @@ def oracle(inputs: LightningInputs, sequence: int) -> tuple[torch.Tensor, torch.
     return SCALE * o.transpose(0, 1), S.mT
 
 
-def errors(inputs: LightningInputs, results: dict[str, Result]) -> dict[str, tuple[float, float]]:
-    """Errors of output and final states of several implementations, against one oracle.
-
-    Args:
-        inputs: what they all started from.
-        results: per name, o [B, T, HV, D] and the states V-first [N, HV, D, D] or None.
-
-    Returns:
-        Per name, the two errors.
-    """
-    lengths = inputs.case.lengths
-    found = {name: (accuracy.RelativeError(), accuracy.RelativeError()) for name in results}
-    for n, length in enumerate(lengths):
-        o, state = oracle(inputs, n)
-        row, start = (0, sum(lengths[:n])) if inputs.case.packed else (n, 0)
-        for name, (their_o, their_states) in results.items():
-            found[name][0].add(their_o[row, start : start + length], o)
-            if their_states is not None:
-                found[name][1].add(their_states[n], state)
-    return {name: (for_o.value(), for_state.value()) for name, (for_o, for_state) in found.items()}
-
-
 def check_ours(found: dict[str, tuple[float, float]]) -> None:
     """Hold our errors to the tolerance.
 
     Args:
-        found: what ``errors`` returned, ours under "ours".
+        found: what ``prefill.errors`` returned, ours under "ours".
 
     Raises:
         AccuracyError: o or a final state is further off than allowed.

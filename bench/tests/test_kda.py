@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import kda, kda_calls
+from bench import kda, kda_calls, prefill
 from bench.accuracy import AccuracyError
 from bench.kda_cases import GROUPS, KdaCase, kda_cases
 from bench.results import Measured, Row
@@ -53,10 +53,12 @@ def test_the_oracle_is_the_reference(case: KdaCase) -> None:
     from cula.kda import kda_prefill
 
     inputs = kda_calls.make_inputs(case, "cpu")
-    call = kda_calls.our_call(inputs, torch.empty_like(inputs.v), kda_calls.states_of(inputs))
+    call = kda_calls.our_call(inputs, torch.empty_like(inputs.v), kda_calls.final_states(inputs))
     state, out = call.keywords["state"], call.keywords["out"]
     kda_prefill(*call.args, **{**call.keywords, "backend": "reference"})
-    ((o_error, state_error),) = kda_calls.errors(inputs, {"ours": (out, state)}).values()
+    ((o_error, state_error),) = prefill.errors(
+        inputs, {"ours": (out, state)}, kda_calls.oracle
+    ).values()
     assert o_error < 3e-3 and state_error < 1e-5
     kda_calls.check_ours({"ours": (o_error, state_error)})
 
@@ -72,7 +74,7 @@ def test_a_wrong_result_is_refused() -> None:
 
 def test_ours_is_never_a_fallback() -> None:
     inputs = kda_calls.make_inputs(SMALL[0], "cpu")
-    call = kda_calls.our_call(inputs, torch.empty_like(inputs.v), kda_calls.states_of(inputs))
+    call = kda_calls.our_call(inputs, torch.empty_like(inputs.v), kda_calls.final_states(inputs))
     with pytest.raises(NotImplementedError, match="GPU"):
         call()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import lightning, lightning_calls
+from bench import lightning, lightning_calls, prefill
 from bench.accuracy import AccuracyError
 from bench.lightning_cases import GROUPS, LightningCase, lightning_cases, shared_out
 from bench.results import Measured, Row
@@ -65,13 +65,16 @@ def test_the_floor_counts_q_k_v_and_o() -> None:
 def test_our_call_agrees_with_the_oracle(case: LightningCase) -> None:
     inputs = lightning_calls.make_inputs(case, "cpu")
     out, state = torch.full_like(inputs.v, torch.nan), lightning_calls.final_states(inputs)
-    lightning_calls.our_call(inputs, out, state)()
-    found = lightning_calls.errors(inputs, {"ours": (out, state)})
+    call = lightning_calls.our_call(inputs, out, state)
+    call.func(*call.args, **{**call.keywords, "backend": "reference"})
+    found = prefill.errors(inputs, {"ours": (out, state)}, lightning_calls.oracle)
     lightning_calls.check_ours(found)
     assert 0 < found["ours"][1] < 1e-5
     out[:, 37] += 0.1 * out.abs().max()
     with pytest.raises(AccuracyError, match="o: error"):
-        lightning_calls.check_ours(lightning_calls.errors(inputs, {"ours": (out, state)}))
+        lightning_calls.check_ours(
+            prefill.errors(inputs, {"ours": (out, state)}, lightning_calls.oracle)
+        )
 
 
 def test_tables_say_ratio_and_share() -> None:

@@ -95,7 +95,7 @@ def _prefill(
             starts = load_states(state, state_indices, has_initial_state, sequences=plan.sequences)
         if plan.empty:  # by the device alone: such a call, too, may be captured in a CUDA graph
             out.zero_()
-            if state is not None:
+            if state is not None and starts is not None:
                 store_states(state, state_indices, starts)
             return
         initial = None if starts is None else to_k_first(starts)
