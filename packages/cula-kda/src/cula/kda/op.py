@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cula.common.checks import needs_grad, require, require_tensor
+from cula.common.checks import needs_grad, require, require_flags, require_tensor
 from cula.common.layouts import new_output, new_states, state_shape
 from cula.common.ragged import sequences_of
 from cula.kda.reference import KdaInputs
@@ -223,7 +223,10 @@ def chunk_kda(
                 stacklevel=2,
             )
         state_v_first = transpose_state_layout
+    if output_final_state and output_final_state is not True:
+        require_flags(output_final_state=output_final_state)
     if return_intermediate_states:
+        require_flags(return_intermediate_states=return_intermediate_states)
         # torch.compile cannot trace the question whether this is inference mode.
         inference = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
         require(
