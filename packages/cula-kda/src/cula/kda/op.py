@@ -179,7 +179,8 @@ def chunk_kda(
         state_v_first: states are ``[.., V, K]``. ``transpose_state_layout`` is its deprecated name.
         cu_seqlens: ``[N + 1]``, int32 or int64: sequences packed into B = 1; may be empty ones.
         cu_seqlens_cpu: the same numbers on the CPU; saves FLA a wait. Our kernels do not need it;
-            where they run, its values are looked at when a kind of call is first seen.
+            where they run, its values are looked at when a kind of call is first seen. It says how
+            many rows of intermediate states there are: states of more chunks are not kept.
         cp_context: FLA's context-parallel context; without initial and final state.
         use_graph, max_num_seqs: FLA's capture mode: ``cu_seqlens`` is padded by empty sequences to
             ``max_num_seqs + 1`` entries.
