@@ -73,6 +73,13 @@ def test_other_keywords_are_refused(name):
         fused_recurrent_kda(**inputs_of(), **{name: True})
 
 
+@pytest.mark.parametrize("name", ["output_final_state", "state_v_first"])
+def test_flags_are_true_or_false(name):
+    x = inputs_of() | {name: "False"}
+    with pytest.raises(TypeError, match=f"{name}: str; must be True or False"):
+        fused_recurrent_kda(**x)
+
+
 def test_the_older_name_of_the_layout(oracle):
     x = inputs_of("recurrent, V-first")
     want = fused_recurrent_kda(**x)

@@ -239,6 +239,10 @@ def test_only_kda():
         upstream.fused_sigmoid_gating_delta_rule_update(
             **x, softplus_beta=1.0, softplus_threshold=20.0
         )
+    with pytest.raises(TypeError, match="is_kda: str; must be True or False"):
+        upstream.fused_sigmoid_gating_delta_rule_update(
+            **x, softplus_beta=1.0, softplus_threshold=20.0, is_kda="False"
+        )
 
 
 # --- linear_attention_decode ----------------------------------------------------------------------

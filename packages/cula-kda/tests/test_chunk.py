@@ -239,6 +239,20 @@ def refused() -> dict[str, tuple[dict, type[Exception], str]]:
             ValueError,
             "disable_recompute",
         ),
+        "host's cu_seqlens alone": ({"cu_seqlens_cpu": cu}, ValueError, "cu_seqlens_cpu: given"),
+        "text for output_final_state": (
+            {"output_final_state": "False"},
+            TypeError,
+            "output_final_state: str",
+        ),
+        "text for return_intermediate_states": (
+            {"return_intermediate_states": "False"},
+            TypeError,
+            "return_intermediate_states: str",
+        ),
+        "text for state_v_first": ({"state_v_first": "False"}, TypeError, "state_v_first: str"),
+        "text for safe_gate": ({"safe_gate": "False"}, TypeError, "safe_gate: str"),
+        "text for use_graph": ({"use_graph": "False"}, TypeError, "use_graph: str"),
         "backend": ({"backend": "cute"}, NotImplementedError, "cute.*chunk_kda"),
         "backend name": ({"backend": "triton"}, ValueError, "backend"),
     }

@@ -136,6 +136,12 @@ def refused() -> dict[str, tuple[dict, type[Exception], str]]:
         "k": ({"k": torch.zeros(2, 45, 3, 8)}, ValueError, "k: shape"),
         "v heads": ({"v": torch.zeros(2, 45, 4, 8)}, ValueError, "v: .*multiple"),
         "v dtype": ({"v": torch.zeros(2, 45, 3, 8).half()}, ValueError, "v: dtype"),
+        "host's cu_seqlens alone": ({"cu_seqlens_cpu": cu}, ValueError, "cu_seqlens_cpu: given"),
+        "text for output_final_state": (
+            {"output_final_state": "False"},
+            TypeError,
+            "output_final_state: str",
+        ),
         "backend": ({"backend": "cute"}, NotImplementedError, "cute.*chunk_lightning_attn"),
     }
 

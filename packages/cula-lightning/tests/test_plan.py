@@ -95,6 +95,7 @@ def refused() -> dict[str, tuple[dict, type[Exception], str]]:
         "segment": ({"segment_tokens": 100}, ValueError, "segment_tokens: 100; must be.*64"),
         "text for a segment": ({"segment_tokens": "64"}, ValueError, "segment_tokens: 64; .*int"),
         "float for a segment": ({"segment_tokens": 64.0}, ValueError, "segment_tokens: 64.0"),
+        "text for a flag": ({"validate": "no"}, TypeError, "validate: str; must be True or False"),
         "list for a segment": ({"segment_tokens": [64]}, ValueError, "segment_tokens: .64"),
         "out expanded": (
             {"out": torch.zeros(1, 281, 1, 1).bfloat16().expand(-1, -1, 2, 128)},

@@ -32,6 +32,15 @@ def test_prefill(check, name):
     check(lambda: lightning_prefill(**x))
 
 
+@pytest.mark.parametrize("name", ["state", "checkpoints"])
+def test_slots_on_one_another_are_refused_then_too(check, name):
+    x = make_inputs(CASES["checkpoints"])
+    check(lambda: lightning_prefill(**x))
+    x[name] = x[name][:1].expand_as(x[name])
+    with pytest.raises(ValueError, match=f"{name}: strides"):
+        lightning_prefill(**x)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("state", [None, torch.float32, torch.bfloat16])

@@ -39,6 +39,11 @@ def test_fixed_lengths_without_states(oracle) -> None:
     assert_close("state", state.mT, right.final, 2e-6)
 
 
+def test_text_for_a_flag() -> None:
+    with pytest.raises(TypeError, match="output_final_state: str; must be True or False"):
+        lightning_attn_fwd(*make(), DECAY, output_final_state="False")
+
+
 def test_packed_over_a_pool(oracle) -> None:
     Q, K, V = make(1)
     lengths = [20, 0, 70]

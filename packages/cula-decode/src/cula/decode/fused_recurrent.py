@@ -6,6 +6,7 @@ from cula.common.checks import (
     needs_grad,
     require,
     require_cu_seqlens,
+    require_flags,
     require_known_keywords,
     require_tensor,
 )
@@ -84,6 +85,10 @@ def fused_recurrent_kda(
             "is the older name of state_v_first; give one of them",
         )
         state_v_first = transpose_state_layout
+    if output_final_state and output_final_state is not True:
+        require_flags(output_final_state=output_final_state)
+    if state_v_first and state_v_first is not True:
+        require_flags(state_v_first=state_v_first)
     for arg, x in (("q", q), ("v", v)):
         require_tensor(arg, x, shape=[None] * 4, dims="[B, T, heads, channels]")
     N, T, _, K = q.shape

@@ -20,6 +20,7 @@ from cula.common.checks import (
     readable,
     require,
     require_cu_seqlens,
+    require_flags,
     require_number,
     require_tensor,
 )
@@ -182,6 +183,8 @@ def fused_sigmoid_gating_delta_rule_update(
         NotImplementedError: `is_kda` is False, and as `kda_decode`.
         TypeError, ValueError: as `kda_decode`.
     """
+    if is_kda and is_kda is not True:
+        require_flags(is_kda=is_kda)
     require(is_kda, "is_kda", is_kda, "only KDA, is_kda=True, is supported", NotImplementedError)
     return kda_decode(
         A_log,

@@ -101,7 +101,10 @@ _launches: dict[tuple, Callable[..., None]] = {}
 
 def kept(key: tuple | None) -> Callable[..., None] | None:
     """The launch of an earlier call of this kind."""
-    return None if key is None else _launches.get(key)
+    try:
+        return None if key is None else _launches.get(key)
+    except TypeError:  # a number that is a list: the plan says so
+        return None
 
 
 def launch_of(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cula.common.checks import needs_grad, require, require_tensor
+from cula.common.checks import needs_grad, require, require_flags, require_tensor
 from cula.common.layouts import new_output, new_states, state_shape
 from cula.common.ragged import sequences_of
 from cula.kda.reference import KdaInputs
@@ -179,7 +179,8 @@ def chunk_kda(
         state_v_first: states are ``[.., V, K]``. ``transpose_state_layout`` is its deprecated name.
         cu_seqlens: ``[N + 1]``, int32 or int64: sequences packed into B = 1; may be empty ones.
         cu_seqlens_cpu: the same numbers on the CPU; saves FLA a wait. Our kernels do not need it;
-            where they run, its values are looked at when a kind of call is first seen.
+            where they run, its values are looked at when a kind of call is first seen. It says how
+            many rows of intermediate states there are: states of more chunks are not kept.
         cp_context: FLA's context-parallel context; without initial and final state.
         use_graph, max_num_seqs: FLA's capture mode: ``cu_seqlens`` is padded by empty sequences to
             ``max_num_seqs + 1`` entries.
@@ -223,7 +224,10 @@ def chunk_kda(
                 stacklevel=2,
             )
         state_v_first = transpose_state_layout
+    if output_final_state and output_final_state is not True:
+        require_flags(output_final_state=output_final_state)
     if return_intermediate_states:
+        require_flags(return_intermediate_states=return_intermediate_states)
         # torch.compile cannot trace the question whether this is inference mode.
         inference = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
         require(

@@ -11,6 +11,7 @@ from cula.common.checks import (
     require_cu_seqlens,
     require_flags,
     require_number,
+    require_own_elements,
     require_tensor,
 )
 from cula.common.dims import QKV_DTYPES, Dims, dims_of
@@ -107,16 +108,21 @@ def plan_prefill(
     sizes = {"heads": dims.HV, "key_dim": dims.K, "value_dim": dims.V, "device": q.device}
     require_pool(state, state_indices, has_initial_state, sequences=sequences, **sizes)
     require_checkpoints(checkpoints, checkpoint_interval, tokens=dims.B * dims.T, **sizes)
+    require_flags(validate=validate)
     require(
-        segment_tokens is None or (segment_tokens >= 0 and segment_tokens % CHUNK == 0),
+        segment_tokens is None
+        or (
+            isinstance(segment_tokens, int) and segment_tokens >= 0 and segment_tokens % CHUNK == 0
+        ),
         "segment_tokens",
         segment_tokens,
-        f"must be None or a multiple of {CHUNK}, 0 included",
+        f"must be None or an integer multiple of {CHUNK}, 0 included",
     )
     if out is not None:
         require_tensor(
             "out", out, shape=v.shape, dims="[B, T, HV, V]", dtypes=(q.dtype,), device=q.device
         )
+        require_own_elements("out", out)
     form = KdaForm(
         kda_gate(
             use_gate_in_kernel=use_gate_in_kernel,
@@ -217,6 +223,7 @@ def plan_chunk(
             device=q.device,
             dense=False,
         )
+    require_flags(state_v_first=state_v_first, safe_gate=safe_gate)
     require(chunk_size in CHUNK_SIZES, "chunk_size", chunk_size, f"must be one of {CHUNK_SIZES}")
     require(
         lower_bound is not None or not (safe_gate and use_gate_in_kernel),
@@ -316,6 +323,7 @@ def _sequences(
     validate: bool = False,
 ) -> int:
     if cu_seqlens is None:
+        require(cu_seqlens_cpu is None, "cu_seqlens_cpu", "given", "needs cu_seqlens")
         return dims.B
     return require_cu_seqlens(
         cu_seqlens,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from cula.common.checks import require
+from cula.common.checks import require, require_flags
 from cula.common.layouts import to_k_first, to_v_first
 from cula.common.pool import load_states, store_checkpoints, store_states
 from cula.common.ragged import sequences_of
@@ -152,7 +152,8 @@ def _kind(x: torch.Tensor | None) -> tuple | None:
 
 
 def _states_kind(x: torch.Tensor | None) -> tuple | None:
-    return None if x is None else (x.shape, x.dtype, x.stride(3))
+    # The strides say which layout it is, and that no slot lies on another.
+    return None if x is None else (x.shape, x.dtype, x.stride())
 
 
 def with_numbers(inputs: KdaInputs) -> KdaInputs:
@@ -406,6 +407,9 @@ def chunk_by_fallback(
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """What is not ours: gradients, context parallelism, FLA's capture mode."""
+    for arg, flag in (("disable_recompute", disable_recompute), ("use_graph", use_graph)):
+        if flag:
+            require_flags(**{arg: flag})
     only_fla = None
     if cp_context is not None:
         only_fla = "cp_context"

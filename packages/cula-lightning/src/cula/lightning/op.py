@@ -6,7 +6,7 @@ The recurrence is that of Qin et al., "Lightning Attention-2" (2024).
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from cula.common.checks import needs_grad, require, require_tensor
+from cula.common.checks import needs_grad, require, require_flags, require_tensor
 from cula.common.layouts import new_output, new_states
 from cula.common.recurrence import lightning_log_decay
 from cula.lightning.reference import LightningInputs
@@ -155,6 +155,8 @@ def chunk_lightning_attn(
         if x is not None:
             require_tensor(arg, x)
     require(not head_first, "head_first", head_first, "must be False: inputs are [B, T, H, ...]")
+    if output_final_state and output_final_state is not True:
+        require_flags(output_final_state=output_final_state)
     HV = v.shape[2]
     if needs_grad(q, k, v, initial_state):
         return chunk_by_fallback(

@@ -47,6 +47,7 @@ def plan_prefill(
     sizes = {"heads": dims.HV, "key_dim": dims.K, "value_dim": dims.V, "device": q.device}
     require_pool(state, state_indices, has_initial_state, sequences=sequences, **sizes)
     require_checkpoints(checkpoints, checkpoint_interval, tokens=dims.B * dims.T, **sizes)
+    require_flags(validate=validate)
     require(
         segment_tokens is None
         or (
@@ -185,6 +186,7 @@ def _sequences(
     validate: bool = False,
 ) -> int:
     if cu_seqlens is None:
+        require(cu_seqlens_cpu is None, "cu_seqlens_cpu", "given", "needs cu_seqlens")
         return dims.B
     return require_cu_seqlens(
         cu_seqlens,

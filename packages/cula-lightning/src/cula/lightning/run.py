@@ -40,13 +40,13 @@ def _prefill(
                 v.shape,
                 q.dtype,
                 q.get_device(),
-                None if state is None else (state.shape, state.dtype, state.stride(3)),
+                None if state is None else (state.shape, state.dtype, state.stride()),
                 _kind(state_indices),
                 _kind(has_initial_state),
                 _kind(cu_seqlens),
                 None
                 if checkpoints is None
-                else (checkpoints.shape, checkpoints.dtype, checkpoints.stride(3)),
+                else (checkpoints.shape, checkpoints.dtype, checkpoints.stride()),
                 checkpoint_interval,
                 segment_tokens,
                 backend,

@@ -15,7 +15,7 @@ For code written against that package: same arguments, same V-first float32 stat
 
 import torch
 
-from cula.common.checks import needs_grad, readable, require, require_tensor
+from cula.common.checks import needs_grad, readable, require, require_flags, require_tensor
 from cula.common.layouts import require_state, state_shape
 from cula.lightning.op import lightning_prefill
 
@@ -48,6 +48,8 @@ def lightning_attn_fwd(
         TypeError, ValueError: as `lightning_prefill`.
     """
     _require_inference("lightning_attn_fwd", Q, K, V, initial_state)
+    if output_final_state and output_final_state is not True:
+        require_flags(output_final_state=output_final_state)
     state = begins = None
     if initial_state is not None:
         require_tensor("V", V, shape=[None] * 4, dims="[B, S, HV, V]")

@@ -514,7 +514,9 @@ class KdaScan:
         """A checkpoint, if one is due after so many chunks of the unit."""
         done = unit.before + chunks * CHUNK
         if cutlass.const_expr(self.config.starts):
-            due, row = chunks * CHUNK < unit.tokens, Int64(unit.chunk + chunks)
+            row = Int64(unit.chunk + chunks)
+            # the host counted the rows: by its copy of cu_seqlens, or before a graph's replay
+            due = (chunks * CHUNK < unit.tokens) & (row < Int64(states.marks.shape[0]))
         else:
             due = (chunks * CHUNK <= unit.tokens) & (done % states.interval == 0)
             row = Int64(unit.start // states.interval + done // states.interval - 1)
