@@ -81,11 +81,7 @@ def show(measured: Sequence[tuple[AdapterCase, Row]]) -> str:
     Returns:
         Lines of text.
     """
-    parts = []
-    for group, title in GROUPS.items():
-        rows = [row for case, row in measured if case.group == group]
-        if rows:
-            parts.append(f"{title}\n{tables.row_tables(rows)}")
+    parts = tables.by_group(GROUPS, measured)
     added = [(row, us) for _, row in measured if (us := added_us(row)) is not None]
     if added:
         lines = [[f"{row.op} {row.case}", f"{us:+.1f}"] for row, us in added]

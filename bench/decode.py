@@ -115,14 +115,7 @@ def show(measured: Sequence[tuple[DecodeCase, Row]]) -> str:
     Returns:
         Lines of text.
     """
-    parts = []
-    for group, title in GROUPS.items():
-        pairs = [(case, row) for case, row in measured if case.group == group]
-        if not pairs:
-            continue
-        rows = [row for _, row in pairs]
-        text = _heads_matrices(pairs) if group == "heads" else tables.row_tables(rows)
-        parts.append(f"{title}\n{text}")
+    parts = tables.by_group(GROUPS, measured, heads=_heads_matrices)
     slower = [
         f"{row.op} {row.case} ({tables.ratio(row.ratio('fla'))})"
         for _, row in measured

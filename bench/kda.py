@@ -37,11 +37,7 @@ def show(measured: Sequence[tuple[KdaCase, Row]]) -> str:
     Returns:
         Lines of text.
     """
-    parts = []
-    for group, title in GROUPS.items():
-        rows = [row for case, row in measured if case.group == group]
-        if rows:
-            parts.append(f"{title}\n{tables.row_tables(rows)}")
+    parts = tables.by_group(GROUPS, measured)
     packed = [row.ratio("fla") for case, row in measured if case.packed]
     ratios = [ratio for ratio in packed if ratio is not None]
     if ratios:

@@ -36,17 +36,7 @@ def show(measured: Sequence[tuple[LightningCase, Row]]) -> str:
     Returns:
         Lines of text.
     """
-    parts = []
-    for group, title in GROUPS.items():
-        pairs = [(case, row) for case, row in measured if case.group == group]
-        if not pairs:
-            continue
-        text = (
-            _packed_matrices(pairs)
-            if group == "varlen"
-            else tables.row_tables([row for _, row in pairs])
-        )
-        parts.append(f"{title}\n{text}")
+    parts = tables.by_group(GROUPS, measured, varlen=_packed_matrices)
     return "\n\n".join(parts) if parts else "Nothing was measured."
 
 

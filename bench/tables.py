@@ -1,6 +1,7 @@
 """Short tables for a terminal: ours, the baseline, the ratio, the share of the ceiling."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from bench.results import Measured, Row
 
@@ -74,6 +75,30 @@ def row_tables(rows: Sequence[Row]) -> str:
     """
     ops = dict.fromkeys(row.op for row in rows)
     return "\n\n".join(_row_table(op, [row for row in rows if row.op == op]) for op in ops)
+
+
+def by_group(
+    groups: Mapping[str, str],
+    measured: Sequence[tuple[Any, Row]],
+    **special: Callable[[list[tuple[Any, Row]]], str],
+) -> list[str]:
+    """The tables of each group of cases that has rows, under its title.
+
+    Args:
+        groups: titles, in order.
+        measured: cases with their rows.
+        special: by group, what makes its text of its (case, row) pairs; else ``row_tables``.
+
+    Returns:
+        A text per group.
+    """
+    texts = []
+    for group, title in groups.items():
+        pairs = [(case, row) for case, row in measured if case.group == group]
+        if pairs:
+            made = special[group](pairs) if group in special else row_tables([r for _, r in pairs])
+            texts.append(f"{title}\n{made}")
+    return texts
 
 
 def _row_table(op: str, rows: Sequence[Row]) -> str:

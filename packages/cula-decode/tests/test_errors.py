@@ -120,6 +120,8 @@ KDA = [
     ("lower_bound", lambda x: 0.0, ValueError, "lower_bound: 0.0; must be in [-5, 0)"),
     ("lower_bound", lambda x: -5.5, ValueError, "lower_bound: -5.5; must be in [-5, 0)"),
     ("lower_bound", lambda x: float("nan"), ValueError, "lower_bound: nan; must be in [-5, 0)"),
+    ("lower_bound", lambda x: [-5.0], TypeError, "lower_bound: list"),
+    ("backend", lambda x: ["cute"], ValueError, "backend: ['cute']; must be one of"),
     ("allow_neg_eigval", lambda x: True, ValueError, "allow_neg_eigval: True; needs"),
     *(
         (flag, lambda x: "no", TypeError, f"{flag}: str; must be True or False")

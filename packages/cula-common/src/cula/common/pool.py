@@ -155,6 +155,23 @@ def store_states(
     state.index_copy_(0, slots, kept)
 
 
+def pass_states_on(
+    out: torch.Tensor, final: torch.Tensor | None, initial: torch.Tensor | None
+) -> None:
+    """What a call without tokens does, by the device alone: it may be captured in a CUDA graph.
+
+    Args:
+        out: has no elements that a sequence owns.
+        final: gets the initial states, or zeros.
+        initial: of final's layout.
+    """
+    out.zero_()
+    if final is not None and initial is not None:
+        final.copy_(initial)
+    elif final is not None:
+        final.zero_()
+
+
 def require_checkpoints(
     checkpoints: torch.Tensor | None,
     interval: int | None,

@@ -74,7 +74,7 @@ def _kda_decode(
             backend,
         )
         known = _launches.get(key)
-    except AttributeError:  # something is no tensor
+    except (AttributeError, TypeError):  # no tensor, or a number that is a list: the plan says so
         key = known = None
     if known is not None:
         launch, default_scale = known
@@ -153,7 +153,7 @@ def _lightning_decode(
             backend,
         )
         known = _launches.get(key)
-    except AttributeError:  # something is no tensor
+    except (AttributeError, TypeError):  # no tensor, or a number that is a list: the plan says so
         key = known = None
     if known is not None:
         launch, default_scale = known
@@ -239,7 +239,7 @@ def _fused_recurrent_kda(
             backend,
         )
         known = _launches.get(key)
-    except AttributeError:  # something is no tensor
+    except (AttributeError, TypeError):  # no tensor, or a number that is a list: the plan says so
         key = known = None
     if known is not None:
         launch, default_scale = known

@@ -150,7 +150,10 @@ def run(
     interval: int | None,
     lower_bound: float | None,
 ) -> None:
-    """Runs a planned call. Its launch is kept under `key` if no argument had to be copied."""
+    """Runs a planned call. Its launch is kept under `key` if no argument had to be copied.
+
+    inputs: with the gate's parameters as `run.with_numbers` makes them.
+    """
     launch = launch_of(plan, inputs.q.device, cu_seqlens, interval, lower_bound)
     used = KdaInputs(
         loadable_tokens(inputs.q),
@@ -158,8 +161,8 @@ def run(
         loadable_tokens(inputs.v),
         loadable_tokens(inputs.g),
         inputs.beta,
-        _numbers(inputs.A_log),
-        _numbers(inputs.dt_bias),
+        inputs.A_log,
+        inputs.dt_bias,
     )
     initial = pool.initial
     if initial is not None and initial is not pool.final and not loadable_states(initial):
@@ -182,10 +185,3 @@ def run(
 
 def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.contiguous()
-
-
-def _numbers(x: torch.Tensor | None) -> torch.Tensor | None:
-    """A gate's parameters as the kernels take them: float32, in one dimension."""
-    if x is None or (x.dtype == torch.float32 and x.dim() == 1):
-        return x
-    return x.float().flatten()

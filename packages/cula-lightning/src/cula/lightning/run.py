@@ -7,7 +7,7 @@ goes straight to it (launch.py).
 import torch
 
 from cula.common.layouts import to_k_first, to_v_first
-from cula.common.pool import load_states, store_checkpoints, store_states
+from cula.common.pool import load_states, pass_states_on, store_checkpoints, store_states
 from cula.common.registry import register_op
 from cula.lightning import fla_fallback, launch, reference
 from cula.lightning.call import Plan
@@ -220,12 +220,8 @@ def _chunk(
         launch.run(plan, key, q, k, v, g_gamma, *states, None, None, None, cu_seqlens, out)
         return
     with torch.no_grad():
-        if plan.empty:  # by the device alone, as above
-            out.zero_()
-            if final_state is not None and initial_state is not None:
-                final_state.copy_(initial_state)
-            elif final_state is not None:
-                final_state.zero_()
+        if plan.empty:
+            pass_states_on(out, final_state, initial_state)
             return
         results = _run_chunk(
             plan,

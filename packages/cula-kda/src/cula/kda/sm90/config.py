@@ -11,7 +11,6 @@ from cula.common.kernel_args import States
 CHUNK = 64  # tokens a chunk
 PART = 64  # value channels that one block of the scan holds the state of
 SLICE = 8  # value channels of a state that one block of the combination holds
-SHARE_WHOLE = False  # whether blocks of whole sequences load records together, too: no faster
 BLOCK = 16  # tokens whose decays one warp of the preparation multiplies up
 PREP_BLOCKS_PER_SM = 3  # blocks of the preparation that run at once
 
@@ -136,8 +135,7 @@ class ScanConfig:
     @property
     def cluster(self) -> int:
         """Blocks that load each record together: those of a head; see DESIGN.md, Segments."""
-        together = SHARE_WHOLE if self.segments is None else self.segments == "second"
-        return self.parts if together else 1
+        return self.parts if self.segments == "second" else 1
 
     @property
     def pairs(self) -> int:
