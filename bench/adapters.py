@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from bench import adapter_calls, baselines, cli, prefill, tables
+from bench import adapter_calls, baselines, cli, prefill, tables, timing
 from bench.adapter_calls import FUNCTIONS, Calls
 from bench.adapter_cases import GROUPS, AdapterCase, adapter_cases
 from bench.results import Measured, Row
@@ -66,7 +66,7 @@ def _measured(case: AdapterCase, made: Calls, package: str, session: Session) ->
     errors = made.check(results) if "fla" in results or case.group != "layer" else {}
     figures = {}
     for name, call in calls.items():
-        times = prefill.timed(case.mode, call, session, most_calls=16)
+        times = prefill.timed(case.mode, call, session, batch=timing.QUEUE, most_calls=16)
         figures[name] = Measured(error=errors.get(name), **times)
     ours = figures.pop("ours")
     return Row(case.op, case.name, ours, baselines=figures)

@@ -100,6 +100,7 @@ def timed(
     session: Session,
     *,
     brief: bool = False,
+    batch: int = 16,
     most_calls: int = 256,
 ) -> dict[str, float]:
     """The figures of a row: GPU time in mode "kernel", else time and host time of whole calls.
@@ -109,6 +110,7 @@ def timed(
         call: what is timed.
         session: gets the spread.
         brief: few repeats of whole calls.
+        batch: whole calls between two waits; prefill calls are long.
         most_calls: limit on the calls in a graph.
 
     Returns:
@@ -118,6 +120,6 @@ def timed(
         sample = timing.graph_time([call], most_calls=most_calls)
         session.spreads.append(sample.spread)
         return {"ms": sample.value}
-    times = (timing.brief_call_times if brief else timing.call_times)(call)
+    times = timing.brief_call_times(call) if brief else timing.call_times(call, batch=batch)
     session.spreads.append(times.ms.spread)
     return {"ms": times.ms.value, "host_us": times.host_us.value}

@@ -141,7 +141,7 @@ def as_measured(monkeypatch, **calls):
     monkeypatch.setattr(adapter_calls, "ours_in_fla", nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    figures = lambda mode, call, session, most_calls: {"ms": 1.0, "host_us": call()}  # noqa: E731
+    figures = lambda mode, call, session, **options: {"ms": 1.0, "host_us": call()}  # noqa: E731
     monkeypatch.setattr(adapters.prefill, "timed", figures)
 
 
