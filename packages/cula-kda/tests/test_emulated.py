@@ -75,6 +75,7 @@ def emulated(monkeypatch):
             patch.setattr(plan, "sm_count", lambda device: 132)
             patch.setattr(launch.jit, "compiled", get)
             patch.setattr(KernelPlan, "prep_blocks", 3)  # that take several chunks
+            patch.setattr(KernelPlan, "scan_blocks", 2)  # that walk several units
             patch.setattr(launch, "_launches", {})
             yield seen
 
@@ -297,8 +298,25 @@ def test_no_order_of_the_hardware_shows(emulated, form, kernel, varlen) -> None:
             getattr(run, name)()
     written = {"prep": [run.records], "first": [run.segments], "combine": [run.segments]}
     outputs = written.get(kernel, [run.out, inputs["state"], inputs["checkpoints"]])
+    if varlen and kernel == "scan":
+        outputs.append(run.work)  # tickets: a call makes them anew
     with ptxemu.device() as device:
         assert device.check(getattr(run, kernel), outputs) == []
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_a_block_walks_many_units(emulated, varlen) -> None:
+    """Stages, barriers and the output's buffer carry on from unit to unit, whatever the lengths."""
+    lengths = (0, 130, 1, 64, 0, 63, 200, 1, 65, 1, 0) if varlen else (130,) * 3
+    case = Case(lengths, H=1, HV=2, K=64, V=64, varlen=varlen, checkpoint_interval=64)
+    check(emulated, make_inputs(case))
+    inputs = make_inputs(case)
+    run = Passes(case, inputs)
+    with ptxemu.device(mode="lazy"):
+        run.prep()
+    outputs = [run.out, inputs["state"], inputs["checkpoints"]] + ([run.work] if varlen else [])
+    with ptxemu.device() as device:
+        assert device.check(run.scan, outputs) == []
 
 
 class Passes:
@@ -357,6 +375,7 @@ class Passes:
             inputs["checkpoint_interval"],
             self.shape.device_segment_chunks,
             units,
+            2,  # blocks, so that one walks several units
         )
 
 

@@ -284,9 +284,13 @@ def test_the_cut_can_be_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels_of(long).scan.segments == "second"
     whole = kernels_of(long, segment_tokens=0)
     assert whole.configs == (whole.prep, whole.scan) and whole.scan.segments is None
+    assert whole.scan_blocks == 2
+    busy = kernels_of(Case((100,) * 40, varlen=True), segment_tokens=0)
+    assert busy.shape.max_units == 160 and busy.scan_blocks == 132
     cut = kernels_of(Case((1000,) * 3), segment_tokens=128)
     assert cut.configs == (cut.prep, cut.scan.first_pass, cut.scan.combine, cut.scan)
     assert cut.shape.segments_each == 8 and cut.segment_states == (24, 2, 256, 128)
+    assert cut.scan_blocks == cut.shape.max_units
     assert cut.first_units == 3 * 7 * 2 * 2 and cut.combine_args == (8, 3)
     pair = kernels_of(Case((1000,) * 3), segment_tokens=512)
     assert pair.combine is None and pair.first is not None

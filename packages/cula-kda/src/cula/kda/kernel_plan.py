@@ -43,6 +43,12 @@ class KernelPlan:
         return min(self.shape.max_chunks * self.shape.heads, PREP_BLOCKS_PER_SM * self.sms)
 
     @property
+    def scan_blocks(self) -> int:
+        """One an SM, each for several units; where sequences are cut, one a unit."""
+        units = self.shape.max_units
+        return units if self.scan.segments else min(units, self.sms)
+
+    @property
     def schedule(self) -> VarlenPlan | None:
         """Of packed sequences; None for a batch of equal lengths."""
         return self.shape if isinstance(self.shape, VarlenPlan) else None

@@ -78,9 +78,8 @@ class Launch:
         segments = None
         if self.first is not None:
             segments = torch.empty(plan.segment_states, dtype=torch.float32, device=device)
-            self.first(
-                *given, None, *indices, None, segments, work, out, *numbers, plan.first_units
-            )
+            units = plan.first_units
+            self.first(*given, None, *indices, None, segments, work, out, *numbers, units, units)
         if self.combine is not None:
             self.combine(segments, work, *plan.combine_args)
         self.scan(
@@ -93,6 +92,7 @@ class Launch:
             out,
             *numbers,
             plan.shape.max_units,
+            plan.scan_blocks,
         )
 
 

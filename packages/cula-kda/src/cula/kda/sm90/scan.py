@@ -1,9 +1,10 @@
 """KDA prefill on Hopper, second kernel: a scan over chunks with the state in wgmma registers.
 
-Tile:     one block walks a unit (sequence, value head, 64 value channels) in chunks of 64 tokens,
-          and holds the transposed state S^T [64, K] in float32. Longest sequences start first.
-Roles:    warp 0 loads (bulk copies of records, TMA of v); warps 4-7, the state warpgroup, compute
-          and store. Warps 1-3 only fill up the first warpgroup.
+Tile:     a block, one an SM, takes units (sequence, value head, 64 value channels), longest first,
+          and walks each in chunks of 64 tokens, with the transposed state S^T [64, K] in float32.
+Roles:    warp 0 hands out units and loads (bulk copies of records, TMA of v), ahead into the next
+          unit; warps 4-7, the state warpgroup, compute and store. Warps 1-3 only fill up the first
+          warpgroup.
 Chunk:    X^T = V^T - S^T Kg^T,  V'^T = X^T T^T,  O^T = S^T Qg^T + V'^T Aqk^T,
           S^T <- S^T diag(e^G_C) + V'^T Kr. Every left operand is an accumulator, rounded in place;
           the state and V' never leave the registers.
@@ -12,7 +13,8 @@ Shared:   stages of a record (64.5 KB at K = 128) and v (8 KB), one buffer of o 
 Registers: S 64, what is added to it 64, its rounded copy 32, O 32, X and V' 16 each, v and o 16
           each, of which S, its copy and O always live.
 Segments: where sequences are cut along time (config.segments), this is the last of three passes, a
-          unit is a segment, and the state before it lies in a workspace (segments.py, combine.py).
+          unit is a segment, there is a block for each, and the state before it lies in a workspace
+          (segments.py, combine.py).
 Bytes:    1,032 a token and head of records (for both halves of V, the second from L2), v, o 512.
 Floor:    those bytes at the memory's copy rate.
 """
@@ -31,30 +33,21 @@ from cula.common.cute.states import HeadState, slot_of
 from cula.common.cute.tma import tile_copies
 from cula.common.cute.wgmma import columns_layout, rows_layout
 from cula.common.kernel_args import States
-from cula.common.varlen.device import (
-    ceil_div,
-    fixed_segment,
-    load4,
-    read_segment,
-    store4,
-    unit_coords,
-    where,
-)
+from cula.common.varlen.device import ceil_div, load4, store4, take_ticket, where
 from cula.kda.sm90 import ptx
 from cula.kda.sm90.config import CHUNK, PART, Record
 from cula.kda.sm90.scan_block import (
     StatesInMemory,
-    Unit,
     columns_from,
     segment_states,
     shared_memory,
 )
 from cula.kda.sm90.scan_state import scan_state
+from cula.kda.sm90.scan_units import END, RING, WORDS, hear, tell, unit_at
 
 SEGMENT_STATES = States("fp32", True)
 SHARED = 226 * 1024
 LOADING_REGISTERS, STATE_REGISTERS = 24, 240  # a thread, where two warpgroups compute
-WHOLE = 2**31 - 1  # chunks a segment: sequences are not cut
 
 
 class KdaScan:
@@ -115,6 +108,7 @@ class KdaScan:
             Int32(1),
             Int32(1),
             Int32(1),
+            Int32(1),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 
@@ -134,6 +128,7 @@ class KdaScan:
         interval: Int32,  # tokens between checkpoints
         segment_chunks: Int32,  # chunks a segment, of equal lengths
         units: Int32,
+        blocks: Int32,
         stream: cuda.CUstream,
     ):
         c = self.config
@@ -158,9 +153,9 @@ class KdaScan:
         self.kernel(
             aV, tV, aO, tO, lK, lSquare, lKr, lV, lO,
             mRecords, mInitial, mFinal, mIndex, mMask, mMarks, mSegments, mWork, mO, interval,
-            segment_chunks,
+            segment_chunks, units,
         ).launch(
-            grid=[units, 1, 1],
+            grid=[blocks, 1, 1],
             block=[128 + 128 * self.groups, 1, 1],
             cluster=[self.cluster, 1, 1] if self.cluster > 1 else None,
             stream=stream,
@@ -184,6 +179,9 @@ class KdaScan:
         fields = {
             "full": cute.struct.MemRange[Int64, self.stages],
             "empty": cute.struct.MemRange[Int64, self.stages],
+            "unit_full": cute.struct.MemRange[Int64, RING],
+            "unit_empty": cute.struct.MemRange[Int64, RING],
+            "units": cute.struct.Align[cute.struct.MemRange[Int32, RING * WORDS], 16],
             "decay": cute.struct.Align[
                 cute.struct.MemRange[Float32, self.config.K * self.stages], 16
             ],
@@ -216,6 +214,7 @@ class KdaScan:
         mO: cute.Tensor,
         interval: Int32,
         segment_chunks: Int32,
+        units: Int32,
     ):
         if cutlass.const_expr(self.config.segments == "first"):
             cute.arch.griddepcontrol_launch_dependents()
@@ -229,51 +228,30 @@ class KdaScan:
                 for s in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(shared.full + s, 1)
                     cute.arch.mbarrier_init(shared.empty + s, self.groups * readers)
+                for s in cutlass.range_constexpr(RING):
+                    cute.arch.mbarrier_init(shared.unit_full + s, 1)
+                    cute.arch.mbarrier_init(shared.unit_empty + s, self.groups * 128)
         cute.arch.mbarrier_init_fence()
         self.meet()
         # launched before the records are complete: nothing may be read before this
         cute.arch.griddepcontrol_wait()
 
-        unit = self.unit(mO, mWork, segment_chunks)
-        states = StatesInMemory(mInitial, mFinal, mIndex, mMask, mMarks, mSegments, interval)
-        if cutlass.const_expr(self.groups == 1):
-            if self.used(warp == 0, unit):
-                self.load(aV, tV, shared, mRecords, unit, mO.shape[2])
-            if self.used(warp >= 4, unit):
-                self.scan(aO, tO, shared, states, unit, mO)
-        elif warp < 4:
-            cute.arch.setmaxregister_decrease(LOADING_REGISTERS)
-            if self.used(warp == 0, unit):
-                self.load(aV, tV, shared, mRecords, unit, mO.shape[2])
+        if warp < 4:
+            if cutlass.const_expr(self.groups > 1):
+                cute.arch.setmaxregister_decrease(LOADING_REGISTERS)
+            if warp == 0:
+                self.load(aV, tV, shared, mRecords, mWork, mO.shape, segment_chunks, units)
         else:
-            cute.arch.setmaxregister_increase(STATE_REGISTERS)
-            if self.used(warp >= 4, unit):
-                self.scan(aO, tO, shared, states, unit, mO)
+            if cutlass.const_expr(self.groups > 1):
+                cute.arch.setmaxregister_increase(STATE_REGISTERS)
+            states = StatesInMemory(mInitial, mFinal, mIndex, mMask, mMarks, mSegments, interval)
+            self.scan(aO, tO, shared, states, mO)
         if cutlass.const_expr(self.cluster > 1):
             self.meet()  # the other block may still release stages of both
 
-    def unit(self, mO, mWork, segment_chunks):
-        """What this block works on."""
-        B, T, heads = mO.shape[0], mO.shape[1], mO.shape[2]
-        cut = self.config.segments is not None
-        index, head, part = unit_coords(Int32(cute.arch.block_idx()[0]), heads, self.parts)
-        if mWork is None:
-            row = fixed_segment(index, B, T, CHUNK, segment_chunks if cut else WHOLE)
-            b = row.sequence
-            first = row.begin - b * T
-        else:
-            row = read_segment(mWork.iterator, index)
-            b = Int32(0)
-            first = row.begin
-        before = row.begin - row.start if cut else 0
-        return Unit(
-            row.sequence, head, part, b, first, row.end - row.begin, row.chunk, row.start, before,
-            row.segment, row.segments, row.first,
-        )  # fmt: skip
-
-    def used(self, here, unit):
-        """Whether to work here. Segments are fewer than their bound: unused rows hold -1."""
-        return here if self.config.segments is None else here & (unit.n >= 0)
+    def used(self, unit):
+        """Whether there is anything to do. Segments are fewer than their bound: n is -1 there."""
+        return unit.n >= 0
 
     def meet(self):
         """All threads of the cluster."""
@@ -291,27 +269,84 @@ class KdaScan:
         tV: cute.Tensor,
         shared,
         mRecords: cute.Tensor,
+        mWork: cute.Tensor | None,
+        shape: cute.Shape,
+        segment_chunks: Int32,
+        units: Int32,
+    ):
+        """The load warp: draws units, tells the state warps, and keeps the stages filled."""
+        cut = segment_chunks if self.config.segments is not None else None
+        index = Int32(cute.arch.block_idx()[0])
+        told, loaded = Int32(0), Int32(0)  # units and chunks so far
+        while index < units:
+            unit = unit_at(index, mWork, shape, self.parts, cut)
+            chunks = Int32(0)
+            if self.used(unit):
+                tell(shared, told, unit)
+                told += 1
+                chunks = ceil_div(unit.tokens, CHUNK)
+            sV, gV = tile_copies(aV, columns_from(tV, unit), shared.v)
+            for i in cutlass.range(chunks - 1, unroll=1):
+                self.load_chunk(aV, gV, sV, shared, mRecords, unit, shape[2], i, loaded)
+                loaded += 1
+            # on its way while the last chunk waits for its stage
+            ticket = self.draw(mWork)
+            if chunks > 0:
+                self.load_chunk(aV, gV, sV, shared, mRecords, unit, shape[2], chunks - 1, loaded)
+                loaded += 1
+            index = self.next_index(index, ticket)
+        tell(shared, told, END)
+
+    @property
+    def tickets(self):
+        """Whether blocks draw units, in order; else they take every so many-th.
+
+        It pays where lengths differ. The blocks of a cluster must take neighbours.
+        """
+        return self.config.varlen and self.config.segments is None
+
+    @cute.jit
+    def draw(self, mWork: cute.Tensor | None) -> Int32:
+        """A ticket, in one lane, if units are drawn."""
+        ticket = Int32(0)
+        if cutlass.const_expr(self.tickets):
+            if cute.arch.lane_idx() == 0:
+                ticket = take_ticket(mWork.iterator, 0)
+        return ticket
+
+    def next_index(self, index, ticket):
+        """The unit after this one: tickets count from 0, when every block has taken its first."""
+        past = cute.arch.shuffle_sync(ticket, 0) if self.tickets else index
+        return Int32(cute.arch.grid_dim()[0]) + past
+
+    @cute.jit
+    def load_chunk(
+        self,
+        aV: cute.CopyAtom,
+        gV,
+        sV,
+        shared,
+        mRecords: cute.Tensor,
         unit,
         heads: Int32,
+        i: Int32,
+        loaded: Int32,
     ):
-        """The load warp: keeps the stages filled."""
-        stages, record = self.stages, self.record
-        sV, gV = tile_copies(aV, columns_from(tV, unit), shared.v)
-        for i in cutlass.range(ceil_div(unit.tokens, CHUNK), unroll=1):
-            s = i % stages
-            full = shared.full + s
-            cute.arch.mbarrier_wait(shared.empty + s, i // stages % 2 ^ 1)
-            number = Int64(unit.chunk + i) * Int64(heads) + Int64(unit.head)
-            source = Int64(mRecords.iterator.toint()) + number * Int64(record.bytes)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes(unit))
-                if cutlass.const_expr(self.cluster == 1):
-                    self.copy(self.pieces(), shared, source, s, full)
-                elif unit.part == 0:
-                    self.copy(self.pieces()[::2], shared, source, s, full)
-                else:
-                    self.copy(self.pieces()[1::2], shared, source, s, full)
-            self.load_values(aV, gV, sV, unit, i, s, full)
+        """Chunk i of the unit, the block's loaded-th."""
+        s = loaded % self.stages
+        full = shared.full + s
+        cute.arch.mbarrier_wait(shared.empty + s, loaded // self.stages % 2 ^ 1)
+        number = Int64(unit.chunk + i) * Int64(heads) + Int64(unit.head)
+        source = Int64(mRecords.iterator.toint()) + number * Int64(self.record.bytes)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes(unit))
+            if cutlass.const_expr(self.cluster == 1):
+                self.copy(self.pieces(), shared, source, s, full)
+            elif unit.part == 0:
+                self.copy(self.pieces()[::2], shared, source, s, full)
+            else:
+                self.copy(self.pieces()[1::2], shared, source, s, full)
+        self.load_values(aV, gV, sV, unit, i, s, full)
 
     def copy(self, pieces, shared, source, s, full):
         """Starts copies of a record's pieces into stage s, of all blocks of the cluster."""
@@ -352,17 +387,40 @@ class KdaScan:
     @cute.jit
     def scan(
         self,
+        aO: cute.CopyAtom | None,
+        tO: cute.Tensor | None,
+        shared,
+        states,
+        mO: cute.Tensor,
+    ):
+        """A state warpgroup: walks the units that the load warp tells of."""
+        thread = cute.arch.thread_idx()[0] % 128
+        g = scan_state(shared, self.config, self.io, thread)
+        told, walked = Int32(0), Int32(0)  # units and chunks so far
+        unit = hear(shared, told)
+        while unit.n >= 0:
+            self.walk(aO, tO, shared, states, unit, mO, g, thread, walked)
+            walked += ceil_div(unit.tokens, CHUNK)
+            told += 1
+            unit = hear(shared, told)
+        if cutlass.const_expr(self.outputs):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory goes with the block
+
+    @cute.jit
+    def walk(
+        self,
         aO: cute.CopyAtom,
         tO: cute.Tensor,
         shared,
         states,
         unit,
         mO: cute.Tensor,
+        g,
+        thread: Int32,
+        walked: Int32,
     ):
-        """The state warpgroup: walks the unit's chunks with S^T in registers."""
+        """The unit's chunks, with S^T in registers."""
         stages = self.stages
-        thread = cute.arch.thread_idx()[0] % 128
-        g = scan_state(shared, self.config, self.io, thread)
         sO, gO = tile_copies(aO, columns_from(tO, unit), shared.o)
         self.load_state(states, unit, thread, g.S)
         g.start_units()
@@ -373,11 +431,12 @@ class KdaScan:
 
         chunks = ceil_div(unit.tokens, CHUNK)
         for i in cutlass.range(chunks, unroll=1):
-            s = i % stages
+            number = walked + i
+            s = number % stages
             # the last chunk's output is still being added up here. Waiting for the tile first puts
             # a branch between the state's update and that wait, or ptxas would move the update
             # behind it
-            cute.arch.mbarrier_wait(shared.full + s, i // stages % 2)
+            cute.arch.mbarrier_wait(shared.full + s, number // stages % 2)
             warpgroup.wait_group(0)
             g.round_output()
             g.load_values(s)
@@ -393,7 +452,7 @@ class KdaScan:
             # while these run: the output of the chunk before
             if i > 0:
                 self.store_output(g, thread)
-                self.release(shared.empty + (i - 1) % stages)
+                self.release(shared.empty + (number - 1) % stages)
                 if thread < 32:
                     cute.copy(
                         aO,
@@ -420,6 +479,7 @@ class KdaScan:
 
         if chunks > 0:
             self.store_output(g, thread)
+            self.release(shared.empty + (walked + chunks - 1) % stages)
             tail = unit.tokens - (chunks - 1) * CHUNK
             whole = True  # of equal lengths, what lies past the end is cut off
             if cutlass.const_expr(self.config.varlen):
@@ -436,7 +496,6 @@ class KdaScan:
                 )
                 cute.arch.cp_async_bulk_commit_group()
         self.store_state(states, unit, thread, g)
-        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory goes with the block
 
     @cute.jit
     def store_output(self, g, thread: Int32):

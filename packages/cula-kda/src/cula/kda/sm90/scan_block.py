@@ -1,4 +1,4 @@
-"""What a block of the scan, or of the first pass of segments, works on and holds."""
+"""What a block of the scan, or of the first pass of segments, holds and reads."""
 
 from dataclasses import dataclass
 
@@ -10,37 +10,17 @@ from cula.kda.sm90.config import CHUNK, PART
 
 
 @dataclass(frozen=True)
-class Unit:
-    """What a block works on. chunk: the number of its first record's chunk over the batch.
-
-    b, first: where its tokens start: row of the batch, token. start: its sequence's first token in
-    the flattened batch. before: tokens of the sequence before the unit's. segment, segments: its
-    place among the sequence's. places: of the sequence's segments in the workspace: the first.
-    """
-
-    n: Int32
-    head: Int32
-    part: Int32
-    b: Int32
-    first: Int32
-    tokens: Int32
-    chunk: Int32
-    start: Int32
-    before: Int32 | int
-    segment: Int32
-    segments: Int32
-    places: Int32
-
-
-@dataclass(frozen=True)
 class SharedMemory:
-    """Barriers, decays, and the tiles (last mode: stage); None for what a block lacks.
+    """Barriers, the ring of units, decays, and the tiles (last mode: stage); None: not there.
 
     starts: addresses by name.
     """
 
     full: cute.Pointer
     empty: cute.Pointer
+    unit_full: cute.Pointer
+    unit_empty: cute.Pointer
+    units: cute.Pointer
     decay: cute.Pointer
     kg: cute.Tensor
     qg: cute.Tensor | None
@@ -78,6 +58,9 @@ def shared_memory(storage, tiles) -> SharedMemory:
     return SharedMemory(
         full=storage.full.data_ptr(),
         empty=storage.empty.data_ptr(),
+        unit_full=storage.unit_full.data_ptr(),
+        unit_empty=storage.unit_empty.data_ptr(),
+        units=storage.units.data_ptr(),
         decay=storage.decay.data_ptr(),
         **found,
         starts=starts,

@@ -28,7 +28,6 @@ from cutlass.cute.nvgpu import warpgroup
 from cula.common.varlen.device import where
 from cula.kda.sm90.config import CHUNK, PART
 from cula.kda.sm90.scan import KdaScan
-from cula.kda.sm90.scan_state import scan_state
 
 
 class KdaSegments(KdaScan):
@@ -42,11 +41,11 @@ class KdaSegments(KdaScan):
         self.parts = config.pairs
         self.value_parts = config.parts
 
-    def used(self, here, unit):
+    def used(self, unit):
         """Not for a sequence's last segment, nor for M of its first; unused rows hold zeros."""
         only_matrix = unit.part * self.groups >= self.value_parts
         not_last = unit.segment + 1 < unit.segments
-        return here & not_last & ((unit.segment > 0) | ~only_matrix)
+        return not_last & ((unit.segment > 0) | ~only_matrix)
 
     def stage_bytes(self, unit):
         left = self.value_parts - unit.part * self.groups
@@ -63,7 +62,7 @@ class KdaSegments(KdaScan):
                 )
 
     @cute.jit
-    def scan(
+    def walk(
         self,
         aO: cute.CopyAtom | None,
         tO: cute.Tensor | None,
@@ -71,21 +70,23 @@ class KdaSegments(KdaScan):
         states,
         unit,
         mO: cute.Tensor,
+        g,
+        thread: Int32,
+        walked: Int32,
     ):
-        """A state warpgroup: walks the segment's chunks, which are all whole."""
+        """The segment's chunks, which are all whole."""
         stages = self.stages
-        thread = cute.arch.thread_idx()[0] % 128
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
         part = unit.part * self.groups + group
         values = part < self.value_parts
-        g = scan_state(shared, self.config, self.io, thread)
         self.start(states, unit, part, thread, g.S)
         g.start_units()
         g.round_state()
 
         for i in cutlass.range(unit.tokens // CHUNK, unroll=1):
-            s = i % stages
-            cute.arch.mbarrier_wait(shared.full + s, i // stages % 2)
+            number = walked + i
+            s = number % stages
+            cute.arch.mbarrier_wait(shared.full + s, number // stages % 2)
             warpgroup.fence()
             g.issue_past(s)
             # while it runs, and without a branch: M's rows have values, too, of 0

@@ -1,0 +1,103 @@
+"""Units of the scan and of the first pass: which there are, and how a block's warps hear of them.
+
+The load warp decides what the block works on next, finds out where that lies, and tells the state
+warps through a ring in shared memory.
+"""
+
+from dataclasses import dataclass, fields
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cula.common.varlen.device import fixed_segment, load4, read_segment, unit_coords
+from cula.kda.sm90.config import CHUNK
+
+RING = 2  # units that the load warp may be ahead of the one being walked
+WHOLE = 2**31 - 1  # chunks a segment: sequences are not cut
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a block works on. chunk: the number of its first record's chunk over the batch.
+
+    b, first: where its tokens start: row of the batch, token. start: its sequence's first token in
+    the flattened batch. before: tokens of the sequence before the unit's. segment, segments: its
+    place among the sequence's. places: of the sequence's segments in the workspace: the first.
+    """
+
+    n: Int32
+    head: Int32
+    part: Int32
+    b: Int32
+    first: Int32
+    tokens: Int32
+    chunk: Int32
+    start: Int32
+    before: Int32 | int
+    segment: Int32
+    segments: Int32
+    places: Int32
+
+
+WORDS = len(fields(Unit))  # three pieces of 16 bytes
+END = Unit(-1, *[0] * (WORDS - 1))  # no unit follows
+
+
+def unit_at(index, work, shape, parts: int, segment_chunks) -> Unit:
+    """The index-th unit; n is -1 beyond the schedule's last row.
+
+    work: the schedule's workspace, None for equal lengths. shape: of v. segment_chunks: None where
+    sequences are whole.
+    """
+    batch, length, heads = shape[0], shape[1], shape[2]
+    place, head, part = unit_coords(index, heads, parts)
+    if work is None:
+        row = fixed_segment(
+            place, batch, length, CHUNK, WHOLE if segment_chunks is None else segment_chunks
+        )
+        b = row.sequence
+        first = row.begin - b * length
+    else:
+        row = read_segment(work.iterator, place)
+        b = Int32(0)
+        first = row.begin
+    return Unit(
+        row.sequence,
+        head,
+        part,
+        b,
+        first,
+        row.end - row.begin,
+        row.chunk,
+        row.start,
+        0 if segment_chunks is None else row.begin - row.start,
+        row.segment,
+        row.segments,
+        row.first,
+    )
+
+
+def tell(shared, told, unit: Unit) -> None:
+    """The load warp's told-th message."""
+    slot = told % RING
+    cute.arch.mbarrier_wait(shared.unit_empty + slot, told // RING % 2 ^ 1)
+    with cute.arch.elect_one():
+        words = [getattr(unit, field.name) for field in fields(Unit)]
+        for i in range(0, WORDS, 4):
+            piece = cute.make_rmem_tensor(4, Int32)
+            for j in range(4):
+                piece[j] = Int32(words[i + j])
+            place = (shared.units + (slot * WORDS + i)).align(16)
+            cute.autovec_copy(piece, cute.make_tensor(place, cute.make_layout(4)))
+        cute.arch.mbarrier_arrive(shared.unit_full + slot)
+
+
+def hear(shared, told) -> Unit:
+    """The told-th message, by every thread of the state warpgroups."""
+    slot = told % RING
+    cute.arch.mbarrier_wait(shared.unit_full + slot, told // RING % 2)
+    words = []
+    for i in range(0, WORDS, 4):
+        words += load4(shared.units + (slot * WORDS + i), shared=True)
+    cute.arch.mbarrier_arrive(shared.unit_empty + slot)
+    return Unit(*words)
