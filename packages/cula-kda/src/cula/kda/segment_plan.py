@@ -71,7 +71,7 @@ def predicted_time(
     if segment == 0:
         return second
     blocks = max((segments - 1) * scan.pairs - scan.K // (2 * PART), 0)
-    part = record.bytes - record.rows - record.square
+    part = record.bytes - record.rows - record.triangle
     first = walk(batch * heads * blocks, FIRST_CHUNK_TIME, part, 1, 1)
     turns = -(-batch * heads * scan.combine.slices // (2 * sms))
     combine = turns * max(segments - 2, 0) * COMBINE_TIME

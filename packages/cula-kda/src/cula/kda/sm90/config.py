@@ -12,20 +12,34 @@ CHUNK = 64  # tokens a chunk
 PART = 64  # value channels that one block of the scan holds the state of
 SLICE = 8  # value channels of a state that one block of the combination holds
 BLOCK = 16  # tokens whose decays one warp of the preparation multiplies up
+PANELS = CHUNK // BLOCK  # of a triangle
+PANEL_BLOCK = 2 * BLOCK * BLOCK  # bytes of 16 rows of a panel
 PREP_BLOCKS_PER_SM = 3  # blocks of the preparation that run at once
+
+
+def panel_origin(j):
+    """Where row 0 of panel j of a record's triangle would lie, if the panel went up so far.
+
+    Its block i, 16 rows, lies PANEL_BLOCK i bytes on; panel j has blocks j .. PANELS - 1.
+    """
+    return PANEL_BLOCK // 2 * j * (2 * PANELS - 1 - j)
 
 
 @dataclass(frozen=True)
 class Record:
     """Where the preparation of one (chunk, value head) lies in the workspace, in bytes.
 
-    A record is what the scan's shared memory holds: every 16-bit tile in pieces of 64 columns, a
-    piece's rows of 128 bytes one after the other, the 16-byte units of row r in the order
-    ``unit ^ (r % 8)`` (the 128-byte swizzle), so that whole tiles are copied as they lie.
+    A record is what the scan's shared memory holds, but for zeros, so that it is copied as it lies.
+
+    Tiles of K columns lie in pieces of 64, a piece's rows of 128 bytes one after the other, the
+    16-byte units of row r in the order ``unit ^ (r % 8)`` (the 128-byte swizzle). Triangles lie in
+    panels of 16 columns, each from its diagonal block down: panel j has rows 16 j .. 63, of 32
+    bytes one after the other, the two units of row r in the order ``unit ^ (r / 4 % 2)`` (the
+    32-byte swizzle).
 
     kg, qg, kr: [64, K] float16, the decayed keys and queries: `K e^G`, `scale Q e^G`,
         `K e^(G_C - G)`.
-    t, aqk: [64, 64] float16, lower triangular: the inverse times beta, and the decayed scores.
+    t, aqk: [64, 64] float16, triangles: the inverse times beta, and the decayed scores.
     decay: [K] float32, `e^(G_C)`.
     """
 
@@ -37,9 +51,9 @@ class Record:
         return 2 * CHUNK * self.K
 
     @property
-    def square(self) -> int:
-        """Bytes of a [64, 64] tile of 16-bit elements."""
-        return 2 * CHUNK * CHUNK
+    def triangle(self) -> int:
+        """Bytes of a lower triangular [64, 64] tile of 16-bit elements."""
+        return PANEL_BLOCK * (PANELS * (PANELS + 1) // 2)
 
     @property
     def kg(self) -> int:
@@ -59,15 +73,15 @@ class Record:
 
     @property
     def aqk(self) -> int:
-        return self.t + self.square
+        return self.t + self.triangle
 
     @property
     def decay(self) -> int:
-        return self.aqk + self.square
+        return self.aqk + self.triangle
 
     @property
     def bytes(self) -> int:
-        """1,032 bytes a token at K = 128, 648 at K = 64."""
+        """936 bytes a token at K = 128, 548 at K = 64."""
         return self.decay + 4 * self.K
 
 

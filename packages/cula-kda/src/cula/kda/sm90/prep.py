@@ -12,7 +12,7 @@ Shared:   k, q and k decayed to its block's end 16 KB each, most scratch lies ov
           used up, and gates of 16 bits come where the decayed k will be; 16 KB for the inverse,
           which runs while the next chunk's inputs arrive; 5 KB of tables. Three blocks an SM.
 Registers: 48 words of vectors, 30 of decays, 16 scores: 168, three blocks an SM.
-Bytes:    772 a token and head in (q, k, g in 16 bits, beta), 1,032 out at K = 128.
+Bytes:    772 a token and head in (q, k, g in 16 bits, beta), 936 out at K = 128.
 Floor:    those bytes at the memory's copy rate.
 """
 
@@ -31,7 +31,15 @@ from cula.common.cute.smem import SmemAllocator
 from cula.common.cute.wgmma import rows_layout
 from cula.common.varlen.device import ceil_div, chunk_count, read_chunk, where
 from cula.kda.sm90 import ptx
-from cula.kda.sm90.config import BLOCK, CHUNK, PREP_BLOCKS_PER_SM, Record
+from cula.kda.sm90.config import (
+    BLOCK,
+    CHUNK,
+    PANEL_BLOCK,
+    PANELS,
+    PREP_BLOCKS_PER_SM,
+    Record,
+    panel_origin,
+)
 from cula.kda.sm90.prep_block import (
     BETWEEN,
     LEVELS,
@@ -350,8 +358,7 @@ class KdaPrep:
         cute.arch.sync_warp()
         self.load_keys(inputs, storage, warp, next_index)  # the warp's rows of k and q are free
         aqk = me.column
-        for i in cutlass.range_constexpr(4):
-            ptx.store_shared(aqk + lane * 16, 512 * i, [0] * 4)
+        ptx.store_shared(aqk + warp * PANEL_BLOCK + lane * 16, 0, [0] * 4)  # the diagonal block
         cute.arch.sync_warp()
         me.write_diagonal(scores, aqk)
         if warp > 0:
@@ -366,9 +373,10 @@ class KdaPrep:
         else:
             cute.arch.barrier_arrive(barrier_id=1, number_of_threads=128)
         cute.arch.sync_warp()
-        for i in cutlass.range_constexpr(4):
-            piece = ptx.load_shared(aqk + lane * 16, 512 * i, 4)
-            ptx.store_global(rows + Int64(self.record.aqk) + Int64(lane * 16), 512 * i, piece)
+        target = record + Int64(self.record.aqk) + Int64(warp * PANEL_BLOCK + lane * 16)
+        for j in cutlass.range_constexpr(PANELS):
+            words = ptx.load_shared(aqk + lane * 16, PANEL_BLOCK * j, 4)
+            ptx.store_global_if(warp >= j, target, panel_origin(j), words)
         invert_diagonal(me)
         cute.arch.sync_threads()
         write_column(me, record + Int64(self.record.t))

@@ -20,7 +20,7 @@ from cutlass import Float32, Int32, Int64
 
 from cula.common.cute import math
 from cula.kda.sm90 import ptx
-from cula.kda.sm90.config import BLOCK
+from cula.kda.sm90.config import BLOCK, PANEL_BLOCK
 
 PIECE = 8192  # bytes of 64 rows of 64 channels
 ROWS = 2048  # bytes of 16 such rows
@@ -263,7 +263,7 @@ class BlockWarp:
     def write_diagonal(self, scores: list, aqk: Int32) -> None:
         """The levels' scores, where they belong; of -A only row > column is written.
 
-        aqk: 16 rows of the scores of queries, 128 bytes each, swizzled as in a record.
+        aqk: 16 rows of the scores of queries: of each panel a block, one after the other.
         """
         u, pair = self.lane >> 2, (self.lane & 3) * 2
         for level, L in enumerate(LEVELS):
@@ -285,8 +285,8 @@ class BlockWarp:
 
     def aqk_place(self, aqk, row, column):
         """Of one element of this block's diagonal part of the scores."""
-        unit = (2 * self.warp + (column >> 3)) ^ (row & 7)
-        return aqk + row * 128 + (unit << 4) + (column & 7) * 2
+        unit = (column >> 3) ^ (row >> 2 & 1)
+        return aqk + self.warp * PANEL_BLOCK + row * 32 + (unit << 4) + (column & 7) * 2
 
     def multiply_earlier(self, j: int, kf: list, qf: list, aqk: Int32) -> None:
         """The scores against the tokens of warp j < this one, from fragments of kf and qf."""
@@ -313,8 +313,8 @@ class BlockWarp:
                 place = self.minus_a + (self.warp * (BLOCK * BETWEEN) + u * BETWEEN + pair)
                 ptx.store_shared(place, 8 * i * BETWEEN + 32 * j + 16 * n, [word])
                 word = ptx.pack_half(s[n][2 * i], s[n][2 * i + 1])
-                unit = (2 * j + n) ^ (u & 7)
-                ptx.store_shared(aqk + u * 128 + (unit << 4) + pair, 1024 * i, [word])
+                place = aqk + (u * 32 + ((u >> 2 ^ n) << 4) + pair)
+                ptx.store_shared(place, j * PANEL_BLOCK + 256 * i, [word])
 
 
 def _products(x: list, y: list) -> list:

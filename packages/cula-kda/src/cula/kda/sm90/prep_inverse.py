@@ -12,12 +12,12 @@ from cutlass import Float32, Int32, Int64
 from cula.common.cute import math
 from cula.common.varlen.device import where
 from cula.kda.sm90 import ptx
-from cula.kda.sm90.config import BLOCK
-from cula.kda.sm90.prep_block import BETWEEN, ROWS, TRIANGLE
+from cula.kda.sm90.config import BLOCK, PANEL_BLOCK, PANELS, panel_origin
+from cula.kda.sm90.prep_block import BETWEEN, TRIANGLE
 
 INVERSE_ROW = 48  # bytes a row of X: 16 halves, and a skew
-COLUMN_ROW = 32  # bytes a row of a block column of T: two units, in the order unit ^ (row / 4 % 2)
-COLUMN = 4 * BLOCK * COLUMN_ROW  # bytes of one
+COLUMN_ROW = 32  # bytes a row of a block column of T, which lies as a record's panel does
+COLUMN = PANELS * PANEL_BLOCK  # bytes of one
 
 
 def invert_diagonal(warp) -> None:
@@ -38,7 +38,7 @@ def invert_diagonal(warp) -> None:
     # lanes 0-15 write X, the others T
     first = warp.lane < 16
     factor = math.select(first, 1.0, beta)
-    place = where(first, triangle, column + warp.warp * (BLOCK * COLUMN_ROW)) + c * 2
+    place = where(first, triangle, column + warp.warp * PANEL_BLOCK) + c * 2
     pitch = where(first, INVERSE_ROW, COLUMN_ROW)
     swap = where(first, 0, 16 - (c >> 3 << 5))  # to the other unit
     for row in range(BLOCK):
@@ -47,13 +47,13 @@ def invert_diagonal(warp) -> None:
 
 
 def write_column(warp, target: Int64) -> None:
-    """Block column `warp` of T into a record's tile; all warps have inverted their blocks."""
+    """Block column `warp` of T: a panel of a record; all warps have inverted their blocks."""
     column = warp.column
     row, unit = (warp.lane & 7) + ((warp.lane >> 4) << 3), (warp.lane >> 3) & 1
     mine = column + row * COLUMN_ROW + (unit ^ (row >> 2 & 1)) * 16
     minus_a = warp.minus_a + row * BETWEEN + unit * 16
     inverses = warp.triangles + row * INVERSE_ROW + unit * 16
-    diagonal = ptx.load_matrices(mine + warp.warp * (BLOCK * COLUMN_ROW), 0, transposed=True)
+    diagonal = ptx.load_matrices(mine + warp.warp * PANEL_BLOCK, 0, transposed=True)
     zero = [Float32(0.0)] * 4
     # blocks[i] = T_ij transposed; above the diagonal 0
     blocks: list[list] = []
@@ -74,14 +74,12 @@ def write_column(warp, target: Int64) -> None:
         here = warp.warp == i
         blocks.append([where(here, x, y) for x, y in zip(diagonal, below, strict=True)])
     for i in range(4):
-        ptx.store_matrices_transposed(mine, i * BLOCK * COLUMN_ROW, blocks[i])
+        ptx.store_matrices_transposed_if(warp.warp <= i, mine, i * PANEL_BLOCK, blocks[i])
     cute.arch.sync_warp()
-    row, unit = warp.lane >> 1, (warp.lane & 1) ^ (warp.lane >> 3 & 1)
-    unit = (2 * warp.warp + unit) ^ (row & 7)
-    target = target + Int64(row * 128 + unit * 16)
+    target = target + Int64(panel_origin(warp.warp) + warp.lane * 16)
     for i in range(4):
-        words = ptx.load_shared(column + warp.lane * 16, i * BLOCK * COLUMN_ROW, 4)
-        ptx.store_global(target, i * ROWS, words)
+        words = ptx.load_shared(column + warp.lane * 16, i * PANEL_BLOCK, 4)
+        ptx.store_global_if(warp.warp <= i, target, i * PANEL_BLOCK, words)
 
 
 def _operand(x: list) -> list:

@@ -77,6 +77,12 @@ def store_shared_if(condition, address, offset: int, value, kind: str = "r") -> 
     _instruction(text, "", [address, value, condition], "r" + kind + "b", effects=True)
 
 
+def store_shared_zeros_if(condition, address) -> None:
+    """16 bytes, without a branch."""
+    text = "{ .reg .b32 z; mov.b32 z, 0; @$1 st.shared.v4.b32 [$0], {z, z, z, z}; }"
+    _instruction(text, "", [address, condition], "rb", effects=True)
+
+
 def store_shared_half(address, offset: int, value) -> None:
     """Stores a number rounded to float16."""
     text = f"{{ .reg .b16 h; cvt.rn.f16.f32 h, $1; st.shared.b16 [$0+{offset}], h; }}"
@@ -102,6 +108,12 @@ def load_global_if(condition, address, offset: int, count: int, otherwise: int) 
 def store_global(address, offset: int, words) -> None:
     text = f"st.global.v4.b32 [$0+{offset}], {_registers(1, 4)};"
     _instruction(text, "", [address, *words], "lrrrr", effects=True)
+
+
+def store_global_if(condition, address, offset: int, words) -> None:
+    """Without a branch."""
+    text = f"@$5 st.global.v4.b32 [$0+{offset}], {_registers(1, 4)};"
+    _instruction(text, "", [address, *words, condition], "lrrrrb", effects=True)
 
 
 def copy_to_shared(shared, source, size: int, barrier, blocks: int = 1) -> None:
@@ -134,9 +146,10 @@ def load_matrices(address, offset: int, *, transposed: bool = False) -> list:
     return _instruction(text, "rrrr", [address], "r", effects=True)
 
 
-def store_matrices_transposed(address, offset: int, words) -> None:
-    text = f"stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0+{offset}], {_registers(1, 4)};"
-    _instruction(text, "", [address, *words], "rrrrr", effects=True)
+def store_matrices_transposed_if(condition, address, offset: int, words) -> None:
+    """Where the condition, the same for all lanes, holds; without a branch."""
+    text = f"@$5 stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0+{offset}], {_registers(1, 4)};"
+    _instruction(text, "", [address, *words, condition], "rrrrrb", effects=True)
 
 
 def multiply_add(c, a, b, io: str = "fp16") -> list:

@@ -8,14 +8,14 @@ Roles:    warp 0 hands out units and loads (bulk copies of records, TMA of v), a
 Chunk:    X^T = V^T - S^T Kg^T,  V'^T = X^T T^T,  O^T = S^T Qg^T + V'^T Aqk^T,
           S^T <- S^T diag(e^G_C) + V'^T Kr. Every left operand is an accumulator, rounded in place;
           the state and V' never leave the registers.
-Shared:   stages of a record (64.5 KB at K = 128) and v (8 KB), one buffer of o (8 KB): 226 KB with
-          three stages.
+Shared:   stages of a record (64.5 KB at K = 128, its zeros too) and v (8 KB), one buffer of o
+          (8 KB): 226 KB with three stages.
 Registers: S 64, what is added to it 64, its rounded copy 32, O 32, X and V' 16 each, v and o 16
           each, of which S, its copy and O always live.
 Segments: where sequences are cut along time (config.segments), this is the last of three passes, a
           unit is a segment, there is a block for each, and the state before it lies in a workspace
           (segments.py, combine.py).
-Bytes:    1,032 a token and head of records (for both halves of V, the second from L2), v, o 512.
+Bytes:    936 a token and head of records (for both halves of V, the second from L2), v, o 512.
 Floor:    those bytes at the memory's copy rate.
 """
 
@@ -42,6 +42,7 @@ from cula.kda.sm90.scan_block import (
     segment_states,
     shared_memory,
 )
+from cula.kda.sm90.scan_record import panels_layout, record_pieces, tile_bytes, write_zeros
 from cula.kda.sm90.scan_state import scan_state
 from cula.kda.sm90.scan_units import END, RING, WORDS, hear, tell, unit_at
 
@@ -66,23 +67,12 @@ class KdaScan:
         self.parts = config.parts
         self.cluster = config.cluster
         self.value_bytes = 2 * CHUNK * PART
-        self.record_bytes = sum(size for _, _, size in self.pieces())
+        self.pieces = record_pieces(self.record, self.outputs)
+        self.record_bytes = sum(piece.size for piece in self.pieces)
+        self.tile_bytes = tile_bytes(self.pieces)
         free = SHARED - (self.value_bytes if self.outputs else 0)
-        stage_bytes = self.record_bytes + self.groups * self.value_bytes
+        stage_bytes = sum(self.tile_bytes.values()) + self.groups * self.value_bytes
         self.stages = min(4, free // stage_bytes)
-
-    def pieces(self) -> list[tuple[str, int, int]]:
-        """What of a record is loaded: name, first byte, bytes."""
-        record = self.record
-        pieces = [
-            ("kg", record.kg, record.rows),
-            ("qg", record.qg, record.rows),
-            ("kr", record.kr, record.rows),
-            ("t", record.t, record.square),
-            ("aqk", record.aqk, record.square),
-            ("decay", record.decay, 4 * record.K),
-        ]
-        return [x for x in pieces if self.outputs or x[0] not in ("qg", "aqk")]
 
     # ------------------------------------------------------------------ host
     def fake_args(self) -> tuple:
@@ -133,7 +123,7 @@ class KdaScan:
     ):
         c = self.config
         lK = rows_layout(CHUNK, c.K, self.stages, Float16)
-        lSquare = rows_layout(CHUNK, CHUNK, self.stages, Float16)
+        lSquare = panels_layout(self.stages, Float16)
         lKr = columns_layout(c.K, CHUNK, self.stages, Float16)
         lV = columns_layout(PART, CHUNK, self.stages * self.groups, self.io)
 
@@ -172,8 +162,8 @@ class KdaScan:
             "t": (lSquare, Float16),
             "aqk": (lSquare, Float16),
         }
-        loaded = [name for name, _, _ in self.pieces() if name in tiles]
-        tiles = {name: tiles[name] for name in loaded} | {"v": (lV, self.io)}
+        tiles = {name: tiles[name] for name in tiles if name in self.tile_bytes}
+        tiles["v"] = (lV, self.io)
         if self.outputs:
             tiles["o"] = (lO, self.io)
         fields = {
@@ -232,6 +222,7 @@ class KdaScan:
                     cute.arch.mbarrier_init(shared.unit_full + s, 1)
                     cute.arch.mbarrier_init(shared.unit_empty + s, self.groups * 128)
         cute.arch.mbarrier_init_fence()
+        write_zeros(self.pieces, shared.starts, self.stages, Int32(cute.arch.thread_idx()[0]))
         self.meet()
         # launched before the records are complete: nothing may be read before this
         cute.arch.griddepcontrol_wait()
@@ -341,19 +332,20 @@ class KdaScan:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes(unit))
             if cutlass.const_expr(self.cluster == 1):
-                self.copy(self.pieces(), shared, source, s, full)
+                self.copy(self.pieces, shared, source, s, full)
             elif unit.part == 0:
-                self.copy(self.pieces()[::2], shared, source, s, full)
+                self.copy(self.pieces[::2], shared, source, s, full)
             else:
-                self.copy(self.pieces()[1::2], shared, source, s, full)
+                self.copy(self.pieces[1::2], shared, source, s, full)
         self.load_values(aV, gV, sV, unit, i, s, full)
 
     def copy(self, pieces, shared, source, s, full):
         """Starts copies of a record's pieces into stage s, of all blocks of the cluster."""
-        for name, offset, size in pieces:
-            start = shared.starts[name] + s * size
-            barrier = Int32(full.toint())
-            ptx.copy_to_shared(start, source + Int64(offset), size, barrier, blocks=self.cluster)
+        barrier = Int32(full.toint())
+        for x in pieces:
+            target = shared.starts[x.tile] + (s * self.tile_bytes[x.tile] + x.place)
+            start = source + Int64(x.start)
+            ptx.copy_to_shared(target, start, x.size, barrier, blocks=self.cluster)
 
     def stage_bytes(self, unit):
         """What arrives in a stage."""

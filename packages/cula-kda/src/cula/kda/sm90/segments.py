@@ -14,9 +14,10 @@ Workspace: (segments, HV, V + K, K) in float32, segments by sequence and time: b
 Tile:     two state warpgroups walk a segment, each with 64 of the V + K channels.
 Roles:    warp 0 loads; warps 4-7 and 8-11 compute.
 Chunk:    X^T = V^T - S^T Kg^T,  V'^T = X^T T^T,  S^T <- S^T diag(e^G_C) + V'^T Kr.
-Shared:   stages of Kg, Kr, T (40.5 KB at K = 128) and two tiles of v (16 KB): 226 KB with four.
+Shared:   stages of Kg, Kr, T (40.5 KB at K = 128, zeros too) and two tiles of v (16 KB): 226 KB
+          with four.
 Registers: as scan.py's without O and o.
-Bytes:    648 a token and head of records, twice (for V and for M) from L2 or memory; v 256.
+Bytes:    600 a token and head of records, twice (for V and for M) from L2 or memory; v 256.
 Floor:    those bytes at the rate of L2.
 """
 
