@@ -373,7 +373,7 @@ class KdaPrep:
         else:
             cute.arch.barrier_arrive(barrier_id=1, number_of_threads=128)
         cute.arch.sync_warp()
-        target = record + Int64(self.record.aqk) + Int64(warp * PANEL_BLOCK + lane * 16)
+        target = record + Int64(self.record.aqk) + Int64(warp * PANEL_BLOCK) + Int64(lane * 16)
         for j in cutlass.range_constexpr(PANELS):
             words = ptx.load_shared(aqk + lane * 16, PANEL_BLOCK * j, 4)
             ptx.store_global_if(warp >= j, target, panel_origin(j), words)

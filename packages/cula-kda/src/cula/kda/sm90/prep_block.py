@@ -266,6 +266,7 @@ class BlockWarp:
         aqk: 16 rows of the scores of queries: of each panel a block, one after the other.
         """
         u, pair = self.lane >> 2, (self.lane & 3) * 2
+        aqk = aqk + self.warp * PANEL_BLOCK
         for level, L in enumerate(LEVELS):
             row = ((u >> level) << (level + 1)) + L + (u & (L - 1))
             minus_beta = -ptx.load_shared(self.norms + row * 4, 192, 1, "f")[0]
@@ -284,9 +285,9 @@ class BlockWarp:
         ptx.store_shared_half(self.aqk_place(aqk, row, row), 0, value)
 
     def aqk_place(self, aqk, row, column):
-        """Of one element of this block's diagonal part of the scores."""
+        """Of one element of the scores within this block of 16 tokens; aqk: of that block."""
         unit = (column >> 3) ^ (row >> 2 & 1)
-        return aqk + self.warp * PANEL_BLOCK + row * 32 + (unit << 4) + (column & 7) * 2
+        return aqk + (row * 32 + (unit << 4) + (column & 7) * 2)
 
     def multiply_earlier(self, j: int, kf: list, qf: list, aqk: Int32) -> None:
         """The scores against the tokens of warp j < this one, from fragments of kf and qf."""

@@ -76,7 +76,7 @@ def write_column(warp, target: Int64) -> None:
     for i in range(4):
         ptx.store_matrices_transposed_if(warp.warp <= i, mine, i * PANEL_BLOCK, blocks[i])
     cute.arch.sync_warp()
-    target = target + Int64(panel_origin(warp.warp) + warp.lane * 16)
+    target = target + Int64(panel_origin(warp.warp)) + Int64(warp.lane * 16)
     for i in range(4):
         words = ptx.load_shared(column + warp.lane * 16, i * PANEL_BLOCK, 4)
         ptx.store_global_if(warp.warp <= i, target, i * PANEL_BLOCK, words)
