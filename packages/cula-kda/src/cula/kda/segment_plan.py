@@ -14,7 +14,7 @@ LEAST_GAIN = 0.15
 # What `suitable_segment` reckons with, in microseconds of an H200; DESIGN.md, Segments.
 CHUNK_TIME = 1.0  # of the scan
 FIRST_CHUNK_TIME = 0.9  # of the first pass, 128 channels
-COMBINE_TIME = 1.0  # a segment
+COMBINE_TIME = 0.95  # a segment
 PASS_TIME = 3.0  # between one kernel and the next, and the states that it loads and stores
 L2_BYTES, MEMORY_BYTES = 5.5e6, 4.1e6  # a microsecond, of all SMs
 

@@ -10,7 +10,7 @@ from cula.common.kernel_args import States
 
 CHUNK = 64  # tokens a chunk
 PART = 64  # value channels that one block of the scan holds the state of
-SLICE = 8  # value channels of a state that one block of the combination holds
+SLICE = 1024  # elements of a state, of whole value channels, that one block of combine holds
 BLOCK = 16  # tokens whose decays one warp of the preparation multiplies up
 PANELS = CHUNK // BLOCK  # of a triangle
 PANEL_BLOCK = 2 * BLOCK * BLOCK  # bytes of 16 rows of a panel
@@ -187,7 +187,7 @@ class CombineConfig:
     @property
     def slices(self) -> int:
         """Blocks that share a head."""
-        return self.V // SLICE
+        return self.V * self.K // SLICE
 
     def kernel(self):
         from cula.kda.sm90.combine import KdaCombine

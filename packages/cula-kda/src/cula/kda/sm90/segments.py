@@ -92,7 +92,7 @@ class KdaSegments(KdaScan):
             g.issue_past(s)
             # while it runs, and without a branch: M's rows have values, too, of 0
             g.load_values(s * self.groups + group)
-            g.clear_values(where(values, CHUNK, 0))
+            self.only_values(g, values)
             largest = g.largest_value()
             outgrown = cute.arch.vote_any_sync(g.outgrown(largest))
             warpgroup.wait_group(0)
@@ -112,6 +112,12 @@ class KdaSegments(KdaScan):
         if part < self.value_parts + self.config.K // PART:
             place = self.segment_state(states, unit, unit.segment, part, thread)
             place.store(g.S, [g.units[2], g.units[3]])
+
+    def only_values(self, g, values):
+        """Zeros for M's rows. By whole words, since all of a chunk's tokens exist."""
+        words = cute.recast_tensor(g.copy_v[3], Int32)
+        for x in range(cute.size(words)):
+            words[x] = where(values, words[x], 0)
 
     @cute.jit
     def start(self, states, unit, part: Int32, thread: Int32, S: cute.Tensor):
