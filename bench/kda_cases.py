@@ -21,7 +21,7 @@ GROUPS = {
     "forms": "GPU time of other gates, of an initial state and of checkpoints every 64 tokens",
     "varlen": "Packed sequences: whole calls, by events (FLA's cannot be captured in a graph)",
     "shapes": "GPU time, D = 64 and grouped value heads",
-    "few": "GPU time, few heads",
+    "few": "Few heads: GPU time (kernel) and whole calls (wrapper)",
 }
 
 
@@ -135,8 +135,9 @@ def kda_cases(heads: int = 64, head_dim: int = 128) -> list[KdaCase]:
         cases += [KdaCase("shapes", "kernel", "fixed", 1, 8192, 16, 64, 128)]
     few = ((4, 8192), (8, 8192), (16, 8192), (8, 32768))
     cases += [
-        KdaCase("few", "kernel", "fixed", 1, T, h, h, D, quick=(h, T) == (8, 8192))
+        KdaCase("few", mode, "fixed", 1, T, h, h, D, quick=(h, T) == (8, 8192))
         for h, T in few
+        for mode in modes
         if h != H
     ]
     return cases

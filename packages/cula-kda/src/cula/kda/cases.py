@@ -240,7 +240,7 @@ def kernel_configs(which: Literal["common", "all"] = "all", arch: str = KERNEL_A
             whole = ScanConfig(128, 128, "bf16", varlen=varlen, **form)
             cut = replace(whole, segments="second")
             configs.update(dict.fromkeys((whole, cut.first_pass, cut.combine, cut)))
-    configs.update(dict.fromkeys(schedule_configs(CHUNK)))
+    configs.update(dict.fromkeys(schedule_configs(CHUNK, early_release=True)))
     if which == "all":
         for case in CASES.values():
             if {case.K, case.V} <= set(KERNEL_DIMS) and case.dtype in IO_DTYPES:

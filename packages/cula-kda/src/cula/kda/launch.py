@@ -117,7 +117,7 @@ def launch_of(
     """The launch of a plan, compiled if need be."""
     schedule = None
     if plan.schedule is not None and cu_seqlens is not None:
-        config = plan.schedule.config(8 * cu_seqlens.element_size())
+        config = plan.schedule.config(8 * cu_seqlens.element_size(), early_release=True)
         schedule = jit.compiled(config, KERNEL_ARCH)
 
     def compiled(config):

@@ -79,7 +79,8 @@ class KdaCombine:
         @cute.struct
         class Shared:
             full: cute.struct.MemRange[Int64, STAGES]
-            empty: cute.struct.MemRange[Int64, STAGES]
+            read: cute.struct.MemRange[Int64, STAGES]
+            free: cute.struct.MemRange[Int64, STAGES]
             matrix: cute.struct.Align[cute.struct.MemRange[Float32, STAGES * stage], 128]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, 2 * WARPS * SLICE], 128]
 
@@ -100,13 +101,14 @@ class KdaCombine:
         storage = SmemAllocator().allocate(self.Shared)
         # launched before the first pass is complete, as the scan is before this
         cute.arch.griddepcontrol_launch_dependents()
-        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        full, read, free = (x.data_ptr() for x in (storage.full, storage.read, storage.free))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(STAGES):
                     cute.arch.mbarrier_init(full + s, 1)
-                    cute.arch.mbarrier_init(empty + s, WARPS * CLUSTER)
+                    cute.arch.mbarrier_init(read + s, 32 * WARPS)
+                    cute.arch.mbarrier_init(free + s, CLUSTER)
         cute.arch.mbarrier_init_fence()
         self.meet()
         walk, head, part = unit_coords(
@@ -126,10 +128,10 @@ class KdaCombine:
             matrix = Int32(storage.matrix.data_ptr().toint())
             sums = Int32(storage.sums.data_ptr().toint())
             if warp == WARPS:
-                self.load(full, empty, matrix, place, step, segments)
+                self.load(full, read, free, matrix, place, step, segments)
             else:
-                self.walk(full, empty, matrix, sums, place, step, part, segments)
-            self.meet()  # the other blocks may still copy to here, or release stages
+                self.walk(full, read, matrix, sums, place, step, part, segments)
+            self.meet()  # the other blocks may still copy to here, or say that stages are free
 
     def meet(self):
         """All threads of the cluster."""
@@ -154,19 +156,27 @@ class KdaCombine:
     def load(
         self,
         full: cute.Pointer,
-        empty: cute.Pointer,
+        read: cute.Pointer,
+        free: cute.Pointer,
         matrix: Int32,
         place: cute.Pointer,
         step: Int64,
         segments: Int32,
     ):
-        """The load warp: this block's share of every piece, to all blocks of the cluster."""
+        """The load warp: this block's share of every piece, to all blocks of the cluster.
+
+        When a stage has been read here, it tells all that copy to it that it is free.
+        """
         share = WARPS // CLUSTER  # of the warps that compute
         first = cute.arch.block_idx_in_cluster() * share
         source = Int64(place.toint()) + Int64(self.config.V * self.row)
         for n in cutlass.range((segments - 2) * self.pieces, unroll=1):
             s, segment, piece = n % STAGES, n // self.pieces + 1, n % self.pieces
-            cute.arch.mbarrier_wait(empty + s, n // STAGES % 2 ^ 1)
+            cute.arch.mbarrier_wait(read + s, n // STAGES % 2 ^ 1)
+            with cute.arch.elect_one():
+                for block in cutlass.range_constexpr(CLUSTER):
+                    cute.arch.mbarrier_arrive(free + s, block)
+            cute.arch.mbarrier_wait(free + s, n // STAGES % 2)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full + s, WARPS * self.part)
                 for warp in [first + i for i in range(share)]:
@@ -183,7 +193,7 @@ class KdaCombine:
     def walk(
         self,
         full: cute.Pointer,
-        empty: cute.Pointer,
+        read: cute.Pointer,
         matrix: Int32,
         sums: Int32,
         place: cute.Pointer,  # of the sequence's first segment
@@ -226,7 +236,7 @@ class KdaCombine:
                 left -= 1
                 ready = cute.arch.mbarrier_test_wait(full + stage, phase) | (left == 0)
                 self.add(total, S, M, 0, state + 16)
-                self.release(empty + here, lane)
+                cute.arch.mbarrier_arrive(read + here)  # every thread for itself
                 if not ready:
                     cute.arch.mbarrier_wait(full + stage, phase)
                 # past the last piece what comes is not used
@@ -267,12 +277,6 @@ class KdaCombine:
                 for c in range(4):
                     total[c, r] = total[c, r] + S[i, r] * M[c, i, half]
             self.load_columns(S, r, following)
-
-    @cute.jit
-    def release(self, empty: cute.Pointer, lane: Int32):
-        """Tells all blocks that fill this stage that a warp here has read it."""
-        if lane < CLUSTER:
-            cute.arch.mbarrier_arrive(empty, lane)
 
     def add_up(self, b, address) -> None:
         """The lane's two quads of S^T: b and the partial sums of all warps."""

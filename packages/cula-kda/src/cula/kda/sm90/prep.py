@@ -200,6 +200,7 @@ class KdaPrep:
             stream=stream,
             min_blocks_per_mp=PREP_BLOCKS_PER_SM,
             preferred_smem_carveout=100,
+            use_pdl=True,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ device
@@ -229,6 +230,7 @@ class KdaPrep:
         chunks: cute.FastDivmodDivisorV2,
         count: Int32,
     ):
+        cute.arch.griddepcontrol_launch_dependents()  # as in scan.py
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = SmemAllocator().allocate(self.Shared)
         if warp == 0:
@@ -238,6 +240,8 @@ class KdaPrep:
                     cute.arch.mbarrier_init(storage.gates.data_ptr() + i, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        # launched before the schedule is complete, and before the records were last read
+        cute.arch.griddepcontrol_wait()
 
         if cutlass.const_expr(mWork is not None):  # the bound is for the host
             count = chunk_count(mWork.iterator) * mG.shape[2]

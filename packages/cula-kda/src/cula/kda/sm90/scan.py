@@ -206,8 +206,8 @@ class KdaScan:
         segment_chunks: Int32,
         units: Int32,
     ):
-        if cutlass.const_expr(self.config.segments == "first"):
-            cute.arch.griddepcontrol_launch_dependents()
+        # what comes next waits for all of this; its blocks may be there before
+        cute.arch.griddepcontrol_launch_dependents()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = SmemAllocator().allocate(self.Shared)
         tiles = {"kg": lK, "qg": lK, "kr": lKr, "t": lSquare, "aqk": lSquare, "v": lV, "o": lO}
