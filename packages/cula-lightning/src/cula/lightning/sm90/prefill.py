@@ -254,8 +254,7 @@ class LightningPrefill:
         # be read or written before this.
         if cutlass.const_expr(not self.loads_early):
             cute.arch.griddepcontrol_wait()
-        if cutlass.const_expr(self.first_pass):
-            cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_launch_dependents()  # whatever comes next waits in the same way
 
         if warp < 4:
             if cutlass.const_expr(self.groups > 1):
