@@ -129,6 +129,12 @@ def copy_to_shared(shared, source, size: int, barrier, blocks: int = 1) -> None:
     _instruction(text, "", [shared, source, barrier], "rlr", effects=True)
 
 
+def copy_from_shared(shared, target, size: int) -> None:
+    """Starts a copy of `size` bytes to memory, by one thread; part of its next bulk group."""
+    text = f"cp.async.bulk.global.shared::cta.bulk_group [$1], [$0], {size};"
+    _instruction(text, "", [shared, target], "rl", effects=True)
+
+
 def anew(x):
     """The same Int32 or Int64, of which the compiler does not know it.
 

@@ -42,6 +42,7 @@ from cula.kda.sm90.scan_block import (
     segment_states,
     shared_memory,
 )
+from cula.kda.sm90.scan_marks import mark_row, write_mark
 from cula.kda.sm90.scan_record import panels_layout, record_pieces, tile_bytes, write_zeros
 from cula.kda.sm90.scan_state import scan_state
 from cula.kda.sm90.scan_units import END, RING, WORDS, hear, tell, unit_at
@@ -70,7 +71,8 @@ class KdaScan:
         self.pieces = record_pieces(self.record, self.outputs)
         self.record_bytes = sum(piece.size for piece in self.pieces)
         self.tile_bytes = tile_bytes(self.pieces)
-        free = SHARED - (self.value_bytes if self.outputs else 0)
+        self.mark_row = mark_row(config)
+        free = SHARED - (self.value_bytes if self.outputs else 0) - PART * self.mark_row
         stage_bytes = sum(self.tile_bytes.values()) + self.groups * self.value_bytes
         self.stages = min(4, free // stage_bytes)
 
@@ -176,6 +178,9 @@ class KdaScan:
                 cute.struct.MemRange[Float32, self.config.K * self.stages], 16
             ],
         }
+        if self.mark_row:
+            room = cute.struct.MemRange[Float32, PART * self.mark_row // 4]
+            fields["marks"] = cute.struct.Align[room, 16]
         for name, (layout, dtype) in tiles.items():
             fields[name] = cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout)], 1024]
         return cute.struct(type("Shared", (), {"__annotations__": fields}))
@@ -417,7 +422,7 @@ class KdaScan:
         self.load_state(states, unit, thread, g.S)
         g.start_units()
         if cutlass.const_expr(self.config.starts):
-            self.keep_state(states, unit, Int32(0), thread, g)
+            self.keep_state(shared, states, unit, Int32(0), thread, g)
         g.round_state()
         g.O.fill(0.0)
 
@@ -465,7 +470,7 @@ class KdaScan:
             if cutlass.const_expr(self.config.checkpoints is not None):
                 # it branches, so it waits until no accumulator is in flight
                 warpgroup.wait_group(0)
-                self.keep_state(states, unit, i + 1, thread, g)
+                self.keep_state(shared, states, unit, i + 1, thread, g)
         warpgroup.wait_group(0)
         g.round_output()
 
@@ -561,7 +566,7 @@ class KdaScan:
                 place.store(g.S, [g.units[2], g.units[3]])
 
     @cute.jit
-    def keep_state(self, states, unit, chunks: Int32, thread: Int32, g):
+    def keep_state(self, shared, states, unit, chunks: Int32, thread: Int32, g):
         """A checkpoint, if one is due after so many chunks of the unit."""
         done = unit.before + chunks * CHUNK
         if cutlass.const_expr(self.config.starts):
@@ -572,9 +577,13 @@ class KdaScan:
             due = (chunks * CHUNK <= unit.tokens) & (done % states.interval == 0)
             row = Int64(unit.start // states.interval + done // states.interval - 1)
         if due:
-            kind = self.config.checkpoints
-            place = self.in_memory(states.marks, kind, row, unit, unit.part, thread)
-            place.store(g.S, [g.units[2], g.units[3]])
+            if cutlass.const_expr(self.mark_row > 0):
+                start = shared.starts["marks"]
+                write_mark(start, self.mark_row, states.marks, row, unit, thread, g)
+            else:
+                kind = self.config.checkpoints
+                place = self.in_memory(states.marks, kind, row, unit, unit.part, thread)
+                place.store(g.S, [g.units[2], g.units[3]])
 
     def in_memory(self, tensor, kind, slot, unit, part, thread):
         value = part * PART
