@@ -21,7 +21,7 @@ GROUPS = {
     "forms": "GPU time of other gates, of an initial state and of checkpoints every 64 tokens",
     "varlen": "Packed sequences: whole calls, by events (FLA's cannot be captured in a graph)",
     "shapes": "GPU time, D = 64 and grouped value heads",
-    "few": "Few heads: GPU time (kernel) and whole calls (wrapper)",
+    "few": "Few heads",
 }
 
 

@@ -1,5 +1,6 @@
 """What the benchmarks of prefill families share: a case checked, then timed, ours and FLA's."""
 
+import gc
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 from bench import accuracy, timing
 from bench.results import Measured, Row, with_floor
 from bench.runner import Session
+
+LONG_CALLS = 16  # between two waits: a call of prefill is long, and up to five launches
 
 Result = tuple[torch.Tensor, torch.Tensor | None]  # o, and the final states V-first
 
@@ -28,6 +31,7 @@ def measure(case: Any, session: Session, calls: ModuleType) -> Row:
     Raises:
         AccuracyError: ours is further off than allowed; nothing is timed then.
     """
+    gc.collect()  # what the last case left in cycles holds memory of the GPU
     try:
         inputs = calls.make_inputs(case, "cuda")
         found = _checked_errors(inputs, session, calls)
@@ -100,7 +104,7 @@ def timed(
     session: Session,
     *,
     brief: bool = False,
-    batch: int = 16,
+    batch: int = LONG_CALLS,
     most_calls: int = 256,
 ) -> dict[str, float]:
     """The figures of a row: GPU time in mode "kernel", else time and host time of whole calls.
@@ -110,7 +114,7 @@ def timed(
         call: what is timed.
         session: gets the spread.
         brief: few repeats of whole calls.
-        batch: whole calls between two waits; prefill calls are long.
+        batch: whole calls between two waits, where they are not brief.
         most_calls: limit on the calls in a graph.
 
     Returns:

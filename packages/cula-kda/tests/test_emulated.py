@@ -31,6 +31,12 @@ AMPLIFYING = {"repeated keys, beta 2": 4e-2, "beta to 2": 1e-2, "repeated keys":
 kernels = {}
 
 
+def scan_blocks(plan) -> int:
+    """Two blocks that walk several units, or where sequences are cut one a unit, as on a GPU."""
+    units = plan.shape.max_units
+    return units if plan.scan.segments else min(2, units)
+
+
 def compiled(config, arch=ARCH):
     """Each configuration compiled once for all tests."""
     if config not in kernels:
@@ -75,7 +81,7 @@ def emulated(monkeypatch):
             patch.setattr(plan, "sm_count", lambda device: 132)
             patch.setattr(launch.jit, "compiled", get)
             patch.setattr(KernelPlan, "prep_blocks", 3)  # that take several chunks
-            patch.setattr(KernelPlan, "scan_blocks", 2)  # that walk several units
+            patch.setattr(KernelPlan, "scan_blocks", property(scan_blocks))
             patch.setattr(launch, "_launches", {})
             yield seen
 
@@ -350,16 +356,18 @@ class Passes:
         )
 
     def first(self) -> None:
-        self._walk(self.plan.first, None, None, self.plan.first_units)
+        units = self.plan.first_units
+        self._walk(self.plan.first, None, None, units, units)
 
     def combine(self) -> None:
         compiled(self.plan.combine)(self.segments, self.work, *self.plan.combine_args)
 
     def scan(self) -> None:
         marks = self.inputs["checkpoints"]
-        self._walk(self.plan.scan, self.inputs["state"], marks, self.shape.max_units)
+        units, blocks = self.shape.max_units, scan_blocks(self.plan)
+        self._walk(self.plan.scan, self.inputs["state"], marks, units, blocks)
 
-    def _walk(self, config, final, marks, units) -> None:
+    def _walk(self, config, final, marks, units, blocks) -> None:
         inputs = self.inputs
         compiled(config)(
             inputs["v"],
@@ -375,7 +383,7 @@ class Passes:
             inputs["checkpoint_interval"],
             self.shape.device_segment_chunks,
             units,
-            2,  # blocks, so that one walks several units
+            blocks,
         )
 
 

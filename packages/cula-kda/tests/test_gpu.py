@@ -42,8 +42,8 @@ def test_fla_is_near_the_reference(name: str) -> None:
     o, inputs = on("cuda", case, backend="fla")
     right, twin = on("cuda", case, backend="reference")
     unit = case.magnitude
-    # Correlated keys amplify FLA's roundings: to 0.11 on o, with steps up to 2.
-    tol = 0.2 if case.repeated_keys else 0.02
+    # Correlated keys amplify FLA's roundings; with steps up to 2, to 0.11 on o.
+    tol = {"repeated keys": 0.06, "repeated keys, beta 2": 0.2}.get(name, 0.02)
     assert_close("o", o / unit, right / unit, tol)
     if "state" in inputs:
         assert_close("state", inputs["state"] / unit, twin["state"] / unit, tol)

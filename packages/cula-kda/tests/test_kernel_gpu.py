@@ -195,6 +195,52 @@ def test_graph_replays_with_other_bounds_and_slots(segment_tokens: int) -> None:
     assert_close("state", inputs["state"], twin["state"], TOLERANCE)
 
 
+def test_calls_back_to_back() -> None:
+    """A kernel starts before the one ahead of it has ended, of this call or the last, and waits."""
+    cases = [
+        Case((640, 640), H=8, HV=8),
+        Case((300, 28, 1), H=8, HV=8, varlen=True),
+        Case((640, 500), H=8, HV=8, varlen=True, segment_tokens=128),
+        Case((64,), H=8, HV=8),
+    ]
+    calls = [make_inputs(case, "cuda") for case in cases]
+
+    def run(pause) -> list:
+        """Every call reads what the one before it wrote: the state, and o as its v."""
+        results = []
+        for given in calls:
+            inputs = given | {"state": given["state"].clone()}
+            v, buffers = inputs.pop("v"), [torch.empty_like(given["v"]) for _ in range(2)]
+            pause()
+            for i in range(6):
+                kda_prefill(v=v, **inputs, out=buffers[i % 2], backend="cute")
+                v = buffers[i % 2]
+                pause()
+            results += [v, inputs["state"]]
+        return results
+
+    right = run(torch.cuda.synchronize)
+    for _ in range(10):
+        assert all(map(same_bits, run(lambda: None), right))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("v_first", [True, False])
+def test_checkpoints_with_gaps_between_them(v_first: bool, dtype: torch.dtype) -> None:
+    inputs = make_inputs(Case((200, 130, 64), H=3, HV=3, varlen=True), "cuda")
+    plain = torch.empty(6, 3, 128, 128, dtype=dtype, device="cuda")
+    kda_prefill(**inputs, checkpoints=plain, checkpoint_interval=64, backend="cute")
+    room = torch.full((9, 5, 128, 128), 7.0, dtype=dtype, device="cuda")
+    marks = room[1:7, 1:4]
+    marks = marks if v_first else marks.mT
+    again = make_inputs(Case((200, 130, 64), H=3, HV=3, varlen=True), "cuda")
+    kda_prefill(**again, checkpoints=marks, checkpoint_interval=64, backend="cute")
+    for row in range(6):
+        assert same_bits(marks[row], plain[row])
+    assert room[0].eq(7).all() and room[7:].eq(7).all()
+    assert room[:, 0].eq(7).all() and room[:, 4].eq(7).all()
+
+
 def test_compiled_layer_is_one_graph() -> None:
     inputs = make_inputs(Case((100,), state=None), "cuda")
     names = ("q", "k", "v", "g", "beta")

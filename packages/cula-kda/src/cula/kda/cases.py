@@ -228,6 +228,13 @@ def kernel_configs(which: Literal["common", "all"] = "all", arch: str = KERNEL_A
         {"initial": v_first, "final": v_first, "state_indices": "int32"},
         {"initial": v_first, "final": v_first, "state_indices": "int32", "mask": True},
         {"final": k_first, "checkpoints": States("bf16", False), "starts": True},
+        {
+            "initial": v_first,
+            "final": v_first,
+            "state_indices": "int32",
+            "mask": True,
+            "checkpoints": v_first,
+        },
     ]
     gates = (("bounded", "bf16", True), ("softplus", "bf16", True), ("given", "fp32", False))
     betas = (("given", "fp32"), ("sigmoid", "bf16"))

@@ -14,7 +14,8 @@ class ScheduleConfig:
     in_shared      keep the per-sequence tables in shared memory: at most threads * per_thread
                    sequences
     early_release  let a dependent launch start at once (programmatic dependent launch, sm_90
-                   and later); it has to wait with griddepcontrol before it reads the workspace
+                   and later); it has to wait with griddepcontrol before it reads the workspace. The
+                   schedule itself does not wait, so it must not be such a launch
     """
 
     chunk: int

@@ -46,6 +46,10 @@ class KdaCombine:
     """Host launch and device code; `config`: config.CombineConfig."""
 
     def __init__(self, config):
+        if WARPS % CLUSTER or config.slices % CLUSTER:
+            raise ValueError(
+                f"CLUSTER: {CLUSTER}; must divide {WARPS} warps, {config.slices} slices"
+            )
         self.config = config
         self.row = 4 * config.K  # bytes
         self.pieces = config.K // (WARPS * ROWS)  # of M
@@ -131,7 +135,7 @@ class KdaCombine:
                 self.load(full, read, free, matrix, place, step, segments)
             else:
                 self.walk(full, read, matrix, sums, place, step, part, segments)
-            self.meet()  # the other blocks may still copy to here, or say that stages are free
+            self.meet()  # no block leaves before the others have heard its last word
 
     def meet(self):
         """All threads of the cluster."""

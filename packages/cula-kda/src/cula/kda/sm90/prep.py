@@ -240,7 +240,8 @@ class KdaPrep:
                     cute.arch.mbarrier_init(storage.gates.data_ptr() + i, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        # launched before the schedule is complete, and before the records were last read
+        # launched before the schedule is complete, and before a call ahead has ended: nothing may
+        # be read or written before this
         cute.arch.griddepcontrol_wait()
 
         if cutlass.const_expr(mWork is not None):  # the bound is for the host

@@ -9,7 +9,7 @@ Chunk:    X^T = V^T - S^T Kg^T,  V'^T = X^T T^T,  O^T = S^T Qg^T + V'^T Aqk^T,
           S^T <- S^T diag(e^G_C) + V'^T Kr. Every left operand is an accumulator, rounded in place;
           the state and V' never leave the registers.
 Shared:   stages of a record (64.5 KB at K = 128, its zeros too) and v (8 KB), one buffer of o
-          (8 KB): 226 KB with three stages.
+          (8 KB): 226 KB with three stages; two where checkpoints need room (scan_marks.py).
 Registers: S 64, what is added to it 64, its rounded copy 32, O 32, X and V' 16 each, v and o 16
           each, of which S, its copy and O always live.
 Segments: where sequences are cut along time (config.segments), this is the last of three passes, a
@@ -229,7 +229,7 @@ class KdaScan:
         cute.arch.mbarrier_init_fence()
         write_zeros(self.pieces, shared.starts, self.stages, Int32(cute.arch.thread_idx()[0]))
         self.meet()
-        # launched before the records are complete: nothing may be read before this
+        # launched before the kernels ahead have ended: nothing may be read or written before this
         cute.arch.griddepcontrol_wait()
 
         if warp < 4:

@@ -250,11 +250,13 @@ class LightningPrefill:
                     cute.arch.mbarrier_init(shared.unit_empty + s, 4 * self.groups)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        # Launched before the kernel ahead of it has ended, be it ours or the caller's: nothing may
-        # be read or written before this.
+        # Launched before the kernel ahead of it has ended, be it ours or the caller's: nothing that
+        # it writes may be read, and nothing written, before this.
         if cutlass.const_expr(not self.loads_early):
             cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()  # whatever comes next waits in the same way
+        # After the wait, not before: second loads q, k and v without one, and counts on it that
+        # all before first has ended.
+        cute.arch.griddepcontrol_launch_dependents()
 
         if warp < 4:
             if cutlass.const_expr(self.groups > 1):
