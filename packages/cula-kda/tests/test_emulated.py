@@ -310,6 +310,19 @@ def test_no_order_of_the_hardware_shows(emulated, form, kernel, varlen) -> None:
         assert device.check(getattr(run, kernel), outputs) == []
 
 
+@pytest.mark.parametrize("gate", ["given", "softplus", "bounded"])
+@pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float32])
+def test_warps_without_tokens(emulated, gate, gate_dtype) -> None:
+    """Chunks of which one, two or three warps of prep have none, amid chunks of which all have."""
+    lengths = (1, 64, 12, 80, 17, 97, 33, 48, 63)
+    case = Case(lengths, H=1, HV=1, K=64, V=64, varlen=True, gate=gate, gate_dtype=gate_dtype)
+    check(emulated, make_inputs(case))
+    if gate == "bounded":
+        run = Passes(case, make_inputs(case))
+        with ptxemu.device() as device:
+            assert device.check(run.prep, [run.records]) == []
+
+
 @pytest.mark.parametrize("varlen", [False, True])
 def test_a_block_walks_many_units(emulated, varlen) -> None:
     """Stages, barriers and the output's buffer carry on from unit to unit, whatever the lengths."""
@@ -345,7 +358,7 @@ class Passes:
         names = ("q", "k", "g", "beta", "A_log", "dt_bias")
         chunks_at = self.shape.chunks_at if self.work is not None else 0
         compiled(self.plan.prep)(
-            *(self.inputs[name] for name in names),
+            *(self.inputs.get(name) for name in names),
             self.work,
             self.records,
             128**-0.5,

@@ -4,7 +4,7 @@ Tile:     a block prepares one (chunk of 64 tokens, value head) after the other:
           (config.Record) each.
 Roles:    four warps, 16 tokens each, which load their own rows; the last one loads gates. A lane
           has two channels of all 16 tokens at a time, so that products along time need no shuffles;
-          channels come in pieces of 64.
+          channels come in pieces of 64. A warp past its sequence's end only leaves zeros.
 Steps:    norms and the scores' diagonal; decays; scores within 16 tokens in four levels; | decayed
           keys and queries out; the next chunk's k and q begin to load; scores against earlier
           warps' tokens, out; its gates begin to load; inverse | out. ( | : the block meets)
@@ -90,7 +90,7 @@ class Place:
 class KdaPrep:
     """Host launch and device code; `config` (config.py) is everything known when compiling."""
 
-    allowed_spill_bytes = 96  # softplus gates; see DESIGN.md, Budgets
+    allowed_spill_bytes = 64  # softplus gates; see DESIGN.md, Budgets
 
     def __init__(self, config):
         self.config = config
@@ -295,12 +295,38 @@ class KdaPrep:
         scale: Float32,
         lower_bound: Float32,
     ):
-        c, pieces = self.config, self.pieces
+        """The index-th (chunk, head): a warp's tokens, or zeros where it has none.
+
+        The same barriers in both, for some of a block's warps may have tokens and others none.
+        """
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
         place = self.place_of(inputs, index)
-        me = self.warp_of(storage, warp, lane)
         valid = place.tokens - 16 * warp
+        if valid <= 0:
+            self.prepare_zeros(inputs, storage, warp, turn, next_index, record)
+        else:
+            self.prepare_tokens(
+                inputs, storage, warp, turn, place, valid, next_index, record, scale, lower_bound
+            )
+
+    @cute.jit
+    def prepare_tokens(
+        self,
+        inputs,
+        storage,
+        warp: Int32,
+        turn: Int32,
+        place,
+        valid: Int32,
+        next_index: Int32,
+        record: Int64,
+        scale: Float32,
+        lower_bound: Float32,
+    ):
+        c, pieces = self.config, self.pieces
+        # anew, in both ways: what they have in common would wait in registers for the branch
+        lane, next_index = ptx.anew(cute.arch.lane_idx()), ptx.anew(next_index)
+        me = self.warp_of(storage, warp, lane)
         token = lane & 15
         beta = Float32(0.0)
         if token < valid:
@@ -385,6 +411,33 @@ class KdaPrep:
         invert_diagonal(me)
         cute.arch.sync_threads()
         write_column(me, record + Int64(self.record.t))
+
+    @cute.jit
+    def prepare_zeros(
+        self, inputs, storage, warp: Int32, turn: Int32, next_index: Int32, record: Int64
+    ):
+        """What 16 tokens past the end leave: 0 in the record, and for other warps decays of 1.
+
+        Their inputs are loaded all the same, so that every chunk is a phase of the warp's barriers.
+        """
+        warp, next_index = ptx.anew(warp), ptx.anew(next_index)
+        me = self.warp_of(storage, warp, ptx.anew(cute.arch.lane_idx()))
+        for piece in cutlass.range_constexpr(self.pieces):
+            me.write_totals(piece, [Float32(1.0)] * 2)
+        cute.arch.mbarrier_wait(storage.full.data_ptr() + warp, turn & 1)
+        if cutlass.const_expr(self.gates_by_tma):
+            cute.arch.mbarrier_wait(storage.gates.data_ptr() + warp, turn & 1)
+        cute.arch.sync_threads()
+
+        self.load_keys(inputs, storage, warp, next_index)
+        me.write_zero_rows(ptx.anew(record), self.record)
+        if warp == LAST:
+            cute.arch.barrier(barrier_id=1, number_of_threads=128)
+            self.load_gates(inputs, storage, next_index)
+        else:
+            cute.arch.barrier_arrive(barrier_id=1, number_of_threads=128)
+        me.write_zero_scores()
+        cute.arch.sync_threads()
 
     @cute.jit
     def load_keys(self, inputs, storage, warp: Int32, index: Int32):

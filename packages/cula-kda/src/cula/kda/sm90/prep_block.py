@@ -20,7 +20,7 @@ from cutlass import Float32, Int32, Int64
 
 from cula.common.cute import math
 from cula.kda.sm90 import ptx
-from cula.kda.sm90.config import BLOCK, PANEL_BLOCK
+from cula.kda.sm90.config import BLOCK, PANEL_BLOCK, PANELS, panel_origin
 
 PIECE = 8192  # bytes of 64 rows of 64 channels
 ROWS = 2048  # bytes of 16 such rows
@@ -316,6 +316,32 @@ class BlockWarp:
                 word = ptx.pack_half(s[n][2 * i], s[n][2 * i + 1])
                 place = aqk + (u * 32 + ((u >> 2 ^ n) << 4) + pair)
                 ptx.store_shared(place, j * PANEL_BLOCK + 256 * i, [word])
+
+    # ---------------------------------------------------------------- past the end
+    def write_zero_rows(self, target, record) -> None:
+        """Zeros for a whole record's part of the warp: its rows, but its columns of T.
+
+        The other warps make zeros of its rows of T.
+        """
+        zeros, target = [0] * 4, target + Int64(self.lane * 16)
+        rows, block = target + Int64(self.warp * ROWS), target + Int64(self.warp * PANEL_BLOCK)
+        for tile in (record.kg, record.qg, record.kr):
+            for piece in range(tile, tile + record.rows, PIECE):
+                for start in range(piece, piece + ROWS, 512):
+                    ptx.store_global(rows, start, zeros)
+        for j in range(PANELS):
+            ptx.store_global_if(self.warp >= j, block, record.aqk + panel_origin(j), zeros)
+        column = target + Int64(panel_origin(self.warp))
+        for i in range(PANELS):
+            ptx.store_global_if(self.warp <= i, column, record.t + PANEL_BLOCK * i, zeros)
+
+    def write_zero_scores(self) -> None:
+        """Rows of -A; and over the inverse of its block, which only meets those, what is finite."""
+        rows = self.minus_a + self.warp * (BLOCK * BETWEEN)
+        for base, size in ((rows, BLOCK * BETWEEN), (self.triangle, TRIANGLE)):
+            for start in range(0, size, 512):
+                inside = self.lane * 16 < size - start
+                ptx.store_shared_zeros_if(inside, base + (start + self.lane * 16))
 
 
 def _products(x: list, y: list) -> list:
