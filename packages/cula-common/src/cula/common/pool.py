@@ -14,13 +14,13 @@ A serving engine keeps one pool `[slots, HV, V, K]` per layer and names the slot
 Nothing here reads a device value on the host.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from cula.common.checks import INDEX_DTYPES, require, require_tensor
 from cula.common.layouts import has_dense_slots, require_state, to_k_first, to_v_first
-from cula.common.ragged import Mark
+from cula.common.ragged import Mark, Scan
 
 CHECKPOINT_UNIT = 64
 """Tokens that a checkpoint interval is a multiple of: every kernel's chunk divides it."""
@@ -226,3 +226,43 @@ def store_checkpoints(checkpoints: torch.Tensor, interval: int, marks: Iterable[
         rows = [checkpoint_row(start, mark.count, interval) for start in mark.starts]
         index = torch.tensor(rows, dtype=torch.int64, device=checkpoints.device)
         checkpoints.index_copy_(0, index, to_v_first(mark.states).to(checkpoints.dtype))
+
+
+def scan_over_pool(
+    scan: Callable[[torch.Tensor | None], Scan],
+    out: torch.Tensor,
+    state: torch.Tensor | None,
+    state_indices: torch.Tensor | None,
+    has_initial_state: torch.Tensor | None,
+    checkpoints: torch.Tensor | None,
+    interval: int | None,
+    *,
+    sequences: int,
+    empty: bool,
+) -> None:
+    """A call that takes its states from a pool and leaves them there, by a scan that has none.
+
+    Args:
+        scan: from initial states [sequences, HV, K, V], K-first, or None, which is zero, to the
+            results; not called if the call is empty.
+        out: gets the outputs.
+        state, state_indices, has_initial_state: the pool, as `require_pool` has it.
+        checkpoints, interval: as `require_checkpoints` has them.
+        sequences: how many.
+        empty: no sequence has tokens; then all is done by the device alone, so that such a call,
+            too, may be captured in a CUDA graph.
+    """
+    starts = None
+    if state is not None:
+        starts = load_states(state, state_indices, has_initial_state, sequences=sequences)
+    if empty:
+        out.zero_()
+        if state is not None and starts is not None:
+            store_states(state, state_indices, starts)
+        return
+    result = scan(None if starts is None else to_k_first(starts))
+    out.copy_(result.o.view(out.shape))
+    if state is not None:
+        store_states(state, state_indices, to_v_first(result.final))
+    if checkpoints is not None and interval is not None:
+        store_checkpoints(checkpoints, interval, result.marks)

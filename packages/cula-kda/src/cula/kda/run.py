@@ -10,7 +10,7 @@ import torch
 
 from cula.common.checks import require, require_flags
 from cula.common.layouts import to_k_first, to_v_first
-from cula.common.pool import load_states, pass_states_on, store_checkpoints, store_states
+from cula.common.pool import pass_states_on, scan_over_pool
 from cula.common.ragged import sequences_of
 from cula.common.registry import register_op
 from cula.kda import fla_fallback, launch, reference
@@ -90,23 +90,19 @@ def _prefill(
         return
     forward = fla_fallback.forward if plan.backend == "fla" else reference.kda_forward
     with torch.no_grad():
-        starts = None
-        if state is not None:
-            starts = load_states(state, state_indices, has_initial_state, sequences=plan.sequences)
-        if plan.empty:  # by the device alone: such a call, too, may be captured in a CUDA graph
-            out.zero_()
-            if state is not None and starts is not None:
-                store_states(state, state_indices, starts)
-            return
-        initial = None if starts is None else to_k_first(starts)
-        result = forward(
-            plan.form, inputs, initial, cu_seqlens=cu_seqlens, every=checkpoint_interval
+        scan_over_pool(
+            lambda initial: forward(
+                plan.form, inputs, initial, cu_seqlens=cu_seqlens, every=checkpoint_interval
+            ),
+            out,
+            state,
+            state_indices,
+            has_initial_state,
+            checkpoints,
+            checkpoint_interval,
+            sequences=plan.sequences,
+            empty=plan.empty,
         )
-        out.copy_(result.o.view(out.shape))
-        if state is not None:
-            store_states(state, state_indices, to_v_first(result.final))
-        if checkpoints is not None and checkpoint_interval is not None:
-            store_checkpoints(checkpoints, checkpoint_interval, result.marks)
 
 
 def _key(

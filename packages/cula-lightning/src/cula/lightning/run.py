@@ -7,7 +7,7 @@ goes straight to it (launch.py).
 import torch
 
 from cula.common.layouts import to_k_first, to_v_first
-from cula.common.pool import load_states, pass_states_on, store_checkpoints, store_states
+from cula.common.pool import pass_states_on, scan_over_pool
 from cula.common.registry import register_op
 from cula.lightning import fla_fallback, launch, reference
 from cula.lightning.call import Plan
@@ -108,25 +108,21 @@ def _prefill(
         )
         return
     forward = fla_fallback.forward if plan.backend == "fla" else reference.lightning_forward
+    inputs = LightningInputs(q, k, v, g_gamma)
     with torch.no_grad():
-        starts = None
-        if state is not None:
-            starts = load_states(state, state_indices, has_initial_state, sequences=plan.sequences)
-        if plan.empty:  # by the device alone: such a call, too, may be captured in a CUDA graph
-            out.zero_()
-            if state is not None and starts is not None:
-                store_states(state, state_indices, starts)
-            return
-        initial = None if starts is None else to_k_first(starts)
-        inputs = LightningInputs(q, k, v, g_gamma)
-        result = forward(
-            plan.form, inputs, initial, cu_seqlens=cu_seqlens, every=checkpoint_interval
+        scan_over_pool(
+            lambda initial: forward(
+                plan.form, inputs, initial, cu_seqlens=cu_seqlens, every=checkpoint_interval
+            ),
+            out,
+            state,
+            state_indices,
+            has_initial_state,
+            checkpoints,
+            checkpoint_interval,
+            sequences=plan.sequences,
+            empty=plan.empty,
         )
-        out.copy_(result.o.view(out.shape))
-        if state is not None:
-            store_states(state, state_indices, to_v_first(result.final))
-        if checkpoints is not None and checkpoint_interval is not None:
-            store_checkpoints(checkpoints, checkpoint_interval, result.marks)
 
 
 def _kind(x: torch.Tensor | None) -> tuple | None:

@@ -49,11 +49,11 @@ def load4(pointer, *, shared: bool = False) -> list:
     return [Int32(vector.extract(packed, [], [i])) for i in range(4)]
 
 
-def store4(pointer, words) -> None:
+def store4(pointer, words, *, shared: bool = False) -> None:
     """The reverse of `load4`."""
     kind = ir.VectorType.get([4], Int32.mlir_type)
     values = [Int32(word).ir_value() for word in words]
-    cute.arch.store(pointer, vector.from_elements(kind, values))
+    cute.arch.store(pointer, vector.from_elements(kind, values), ss="cta" if shared else None)
 
 
 def unit_coords(unit, heads, parts):

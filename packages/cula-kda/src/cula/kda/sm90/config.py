@@ -143,7 +143,7 @@ class ScanConfig:
 
     @property
     def parts(self) -> int:
-        """Blocks that share a head."""
+        """Units that share a head."""
         return self.V // PART
 
     @property

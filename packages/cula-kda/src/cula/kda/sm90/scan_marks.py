@@ -39,7 +39,8 @@ def write_mark(
 ):
     """The state, in units of 1, to a row of `marks`, (rows, HV, V, K); by a whole warp.
 
-    start: of the room in shared memory. pitch: `mark_row`.
+    start: of the room in shared memory. pitch: `mark_row`. Which element of the accumulator is
+    which of the state: cula.common.cute.states.
     """
     warp, lane = thread // 32, thread % 32
     dtype, size = marks.element_type, marks.element_type.width // 8

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cula.common.varlen.device import fixed_segment, load4, read_segment, unit_coords
+from cula.common.varlen.device import fixed_segment, load4, read_segment, store4, unit_coords
 from cula.kda.sm90.config import CHUNK
 
 RING = 2  # units that the load warp may be ahead of the one being walked
@@ -84,11 +84,8 @@ def tell(shared, told, unit: Unit) -> None:
     with cute.arch.elect_one():
         words = [getattr(unit, field.name) for field in fields(Unit)]
         for i in range(0, WORDS, 4):
-            piece = cute.make_rmem_tensor(4, Int32)
-            for j in range(4):
-                piece[j] = Int32(words[i + j])
             place = (shared.units + (slot * WORDS + i)).align(16)
-            cute.autovec_copy(piece, cute.make_tensor(place, cute.make_layout(4)))
+            store4(place, words[i : i + 4], shared=True)
         cute.arch.mbarrier_arrive(shared.unit_full + slot)
 
 

@@ -45,7 +45,6 @@ from cula.lightning.sm90.units import (
     Unit,
     publish,
     receive,
-    store_shared4,
     unit_at,
 )
 from cula.lightning.sm90.warpgroup import TABLE, state_warpgroup
@@ -502,12 +501,18 @@ class LightningPrefill:
                 for i in cutlass.range_constexpr(CHUNK // 16):
                     if row + 16 * i >= tokens:
                         at = (row + 16 * i) * PART + piece
-                        store_shared4((value + at).align(16), [0] * 4)
+                        store4((value + at).align(16), [0] * 4, shared=True)
                         if cutlass.const_expr(groups == 1):
                             for half in cutlass.range_constexpr(K // PART):
-                                store_shared4((key + (at + half * CHUNK * PART)).align(16), [0] * 4)
+                                store4(
+                                    (key + (at + half * CHUNK * PART)).align(16),
+                                    [0] * 4,
+                                    shared=True,
+                                )
                         else:  # a half each
-                            store_shared4((key + (at + wg * (CHUNK * PART))).align(16), [0] * 4)
+                            store4(
+                                (key + (at + wg * (CHUNK * PART))).align(16), [0] * 4, shared=True
+                            )
                 cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit

@@ -2,10 +2,9 @@
 
 from typing import NamedTuple
 
-import cutlass.cute as cute
 from cutlass import Int32
 
-from cula.common.varlen.device import fixed_segment, load4, read_segment, unit_coords, where
+from cula.common.varlen.device import fixed_segment, load4, read_segment, store4, unit_coords, where
 
 WORDS = 12
 RING = 2  # units that the load warp may be ahead
@@ -61,19 +60,11 @@ def unit_at(unit, work, heads, parts: int, batch, length, chunk: int, segment_ch
     )
 
 
-def store_shared4(pointer, words) -> None:
-    piece = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout(4))
-    values = cute.make_rmem_tensor(4, Int32)
-    for i in range(4):
-        values[i] = Int32(words[i])
-    cute.autovec_copy(values, piece)
-
-
 def publish(ring, slot, unit) -> None:
     """Writes a unit into a slot of the ring, by one thread."""
     words = [*unit, *[0] * (WORDS - len(unit))]
     for i in range(0, WORDS, 4):
-        store_shared4(ring + (slot * WORDS + i), words[i : i + 4])
+        store4(ring + (slot * WORDS + i), words[i : i + 4], shared=True)
 
 
 def receive(ring, slot) -> Unit:
