@@ -230,7 +230,6 @@ class KdaPrep:
         chunks: cute.FastDivmodDivisorV2,
         count: Int32,
     ):
-        cute.arch.griddepcontrol_launch_dependents()  # as in scan.py
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = SmemAllocator().allocate(self.Shared)
         if warp == 0:

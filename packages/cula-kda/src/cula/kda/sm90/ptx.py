@@ -94,6 +94,15 @@ def store_shared_half_if(condition, address, value) -> None:
     _instruction(text, "", [address, value, condition], "rfb", effects=True)
 
 
+def store_shared_halves(address, low: int, high: int, word) -> None:
+    """Stores the halves of a word at two offsets."""
+    text = (
+        "{ .reg .b16 l, h; mov.b32 {l, h}, $1; "
+        f"st.shared.b16 [$0+{low}], l; st.shared.b16 [$0+{high}], h; }}"
+    )
+    _instruction(text, "", [address, word], "rr", effects=True)
+
+
 def load_global_if(condition, address, offset: int, count: int, otherwise: int) -> list:
     """`count` words, or others where the condition fails; read once, so kept out of L1."""
     others = " ".join(f"mov.b32 ${i}, {otherwise};" for i in range(count))

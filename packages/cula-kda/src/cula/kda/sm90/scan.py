@@ -9,7 +9,7 @@ Chunk:    X^T = V^T - S^T Kg^T,  V'^T = X^T T^T,  O^T = S^T Qg^T + V'^T Aqk^T,
           S^T <- S^T diag(e^G_C) + V'^T Kr. Every left operand is an accumulator, rounded in place;
           the state and V' never leave the registers.
 Shared:   stages of a record (64.5 KB at K = 128, its zeros too) and v (8 KB), one buffer of o
-          (8 KB): 226 KB with three stages; two where checkpoints need room (scan_marks.py).
+          (8 KB): 226 KB with three stages. States leave by way of a stage (scan_store.py).
 Registers: S 64, what is added to it 64, its rounded copy 32, O 32, X and V' 16 each, v and o 16
           each, of which S, its copy and O always live.
 Segments: where sequences are cut along time (config.segments), this is the last of three passes, a
@@ -18,6 +18,8 @@ Segments: where sequences are cut along time (config.segments), this is the last
 Bytes:    936 a token and head of records (for both halves of V, the second from L2), v, o 512.
 Floor:    those bytes at the memory's copy rate.
 """
+
+from dataclasses import replace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -42,9 +44,9 @@ from cula.kda.sm90.scan_block import (
     segment_states,
     shared_memory,
 )
-from cula.kda.sm90.scan_marks import mark_row, write_mark
 from cula.kda.sm90.scan_record import panels_layout, record_pieces, tile_bytes, write_zeros
 from cula.kda.sm90.scan_state import scan_state
+from cula.kda.sm90.scan_store import StateRows, store_state
 from cula.kda.sm90.scan_units import END, RING, WORDS, hear, tell, unit_at
 
 SEGMENT_STATES = States("fp32", True)
@@ -71,8 +73,7 @@ class KdaScan:
         self.pieces = record_pieces(self.record, self.outputs)
         self.record_bytes = sum(piece.size for piece in self.pieces)
         self.tile_bytes = tile_bytes(self.pieces)
-        self.mark_row = mark_row(config)
-        free = SHARED - (self.value_bytes if self.outputs else 0) - PART * self.mark_row
+        free = SHARED - (self.value_bytes if self.outputs else 0)
         stage_bytes = sum(self.tile_bytes.values()) + self.groups * self.value_bytes
         self.stages = min(4, free // stage_bytes)
 
@@ -178,9 +179,6 @@ class KdaScan:
                 cute.struct.MemRange[Float32, self.config.K * self.stages], 16
             ],
         }
-        if self.mark_row:
-            room = cute.struct.MemRange[Float32, PART * self.mark_row // 4]
-            fields["marks"] = cute.struct.Align[room, 16]
         for name, (layout, dtype) in tiles.items():
             fields[name] = cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout)], 1024]
         return cute.struct(type("Shared", (), {"__annotations__": fields}))
@@ -211,8 +209,8 @@ class KdaScan:
         segment_chunks: Int32,
         units: Int32,
     ):
-        # what comes next waits for all of this; its blocks may be there before
-        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(self.config.segments == "first"):
+            cute.arch.griddepcontrol_launch_dependents()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = SmemAllocator().allocate(self.Shared)
         tiles = {"kg": lK, "qg": lK, "kr": lKr, "t": lSquare, "aqk": lSquare, "v": lV, "o": lO}
@@ -232,15 +230,15 @@ class KdaScan:
         # launched before the kernels ahead have ended: nothing may be read or written before this
         cute.arch.griddepcontrol_wait()
 
+        states = StatesInMemory(mInitial, mFinal, mIndex, mMask, mMarks, mSegments, interval)
         if warp < 4:
             if cutlass.const_expr(self.groups > 1):
                 cute.arch.setmaxregister_decrease(LOADING_REGISTERS)
             if warp == 0:
-                self.load(aV, tV, shared, mRecords, mWork, mO.shape, segment_chunks, units)
+                self.load(aV, tV, shared, states, mRecords, mWork, mO.shape, segment_chunks, units)
         else:
             if cutlass.const_expr(self.groups > 1):
                 cute.arch.setmaxregister_increase(STATE_REGISTERS)
-            states = StatesInMemory(mInitial, mFinal, mIndex, mMask, mMarks, mSegments, interval)
             self.scan(aO, tO, shared, states, mO)
         if cutlass.const_expr(self.cluster > 1):
             self.meet()  # the other block may still release stages of both
@@ -264,6 +262,7 @@ class KdaScan:
         aV: cute.CopyAtom,
         tV: cute.Tensor,
         shared,
+        states,
         mRecords: cute.Tensor,
         mWork: cute.Tensor | None,
         shape: cute.Shape,
@@ -278,7 +277,7 @@ class KdaScan:
             unit = unit_at(index, mWork, shape, self.parts, cut)
             chunks = Int32(0)
             if self.used(unit):
-                tell(shared, told, unit)
+                tell(shared, told, self.with_slots(unit, states))
                 told += 1
                 chunks = ceil_div(unit.tokens, CHUNK)
             sV, gV = tile_copies(aV, columns_from(tV, unit), shared.v)
@@ -292,6 +291,17 @@ class KdaScan:
                 loaded += 1
             index = self.next_index(index, ticket)
         tell(shared, told, END)
+
+    def with_slots(self, unit, states):
+        """The unit with the slots of its states: found here, ahead of those who need them."""
+        initial = final = Int32(-1)
+        if self.config.initial is not None:
+            initial = Int32(slot_of(states.index, unit.n, states.initial.shape[0]))
+            if states.mask is not None:
+                initial = where(states.mask[unit.n] == 0, -1, initial)
+        if self.config.final is not None:
+            final = Int32(slot_of(states.index, unit.n, states.final.shape[0]))
+        return replace(unit, initial=initial, final=final)
 
     @property
     def tickets(self):
@@ -367,6 +377,13 @@ class KdaScan:
         )
 
     @cute.jit
+    def release_past(self, shared, number: Int32):
+        """Releases the stage of the chunk before, when any state has left by it."""
+        if number > 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.release(shared.empty + (number - 1) % self.stages)
+
+    @cute.jit
     def release(self, empty):
         """Tells all that fill this stage, here and in the other block, that it has been read.
 
@@ -417,12 +434,11 @@ class KdaScan:
         walked: Int32,
     ):
         """The unit's chunks, with S^T in registers."""
-        stages = self.stages
+        stages, kept = self.stages, self.config.checkpoints is not None
         sO, gO = tile_copies(aO, columns_from(tO, unit), shared.o)
-        self.load_state(states, unit, thread, g.S)
-        g.start_units()
+        self.load_state(states, unit, thread, g)
         if cutlass.const_expr(self.config.starts):
-            self.keep_state(shared, states, unit, Int32(0), thread, g)
+            self.keep_state(states, unit, Int32(0), thread, g, shared, None)
         g.round_state()
         g.O.fill(0.0)
 
@@ -446,17 +462,20 @@ class KdaScan:
 
             warpgroup.fence()
             g.issue_past(s)
-            # while these run: the output of the chunk before
+            # while these run: what the chunk before leaves
             if i > 0:
                 self.store_output(g, thread)
-                self.release(shared.empty + (number - 1) % stages)
-                if thread < 32:
-                    cute.copy(
-                        aO,
-                        sO[(None, 0)],
-                        gO[(None, unit.part, i - 1)],
-                    )
-                    cute.arch.cp_async_bulk_commit_group()
+                if cutlass.const_expr(kept):
+                    self.keep_state(states, unit, i, thread, g, shared, (number - 1) % stages)
+            if cutlass.const_expr(not kept):
+                self.release_past(shared, number)
+            if (i > 0) & (thread < 32):
+                cute.copy(
+                    aO,
+                    sO[(None, 0)],
+                    gO[(None, unit.part, i - 1)],
+                )
+                cute.arch.cp_async_bulk_commit_group()
             warpgroup.wait_group(1)
             g.round_difference()
             warpgroup.fence()
@@ -467,16 +486,18 @@ class KdaScan:
             g.issue_present(s)
             warpgroup.wait_group(1)
             g.update_state(s)
-            if cutlass.const_expr(self.config.checkpoints is not None):
-                # it branches, so it waits until no accumulator is in flight
-                warpgroup.wait_group(0)
-                self.keep_state(shared, states, unit, i + 1, thread, g)
+            if cutlass.const_expr(kept):
+                self.release_past(shared, number)  # late: a state leaves by that stage
         warpgroup.wait_group(0)
         g.round_output()
 
+        last = (walked + chunks - 1) % stages
         if chunks > 0:
             self.store_output(g, thread)
-            self.release(shared.empty + (walked + chunks - 1) % stages)
+            if cutlass.const_expr(kept):
+                self.keep_state(states, unit, chunks, thread, g, shared, last)
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                g.barrier()  # the final state leaves by the same stage
             tail = unit.tokens - (chunks - 1) * CHUNK
             whole = True  # of equal lengths, what lies past the end is cut off
             if cutlass.const_expr(self.config.varlen):
@@ -492,7 +513,7 @@ class KdaScan:
                     gO[(None, unit.part, chunks - 1)],
                 )
                 cute.arch.cp_async_bulk_commit_group()
-        self.store_state(states, unit, thread, g)
+        self.store_final(states, unit, thread, g, shared, last, chunks)
 
     @cute.jit
     def store_output(self, g, thread: Int32):
@@ -524,50 +545,54 @@ class KdaScan:
 
     # ------------------------------------------------------------------ states
     @cute.jit
-    def load_state(self, states, unit, thread: Int32, S: cute.Tensor):
-        """The state before the unit's tokens."""
-        S.fill(0.0)
+    def load_state(self, states, unit, thread: Int32, g):
+        """The state before the unit's tokens, and units for it."""
         if cutlass.const_expr(self.config.segments is None):
-            self.load_initial(states, unit, unit.part, thread, S)
+            if unit.initial >= 0:
+                self.load_initial(states, unit, unit.part, thread, g.S)
+                g.start_units()
+            else:
+                g.start_from_zero()
         else:
+            g.S.fill(0.0)
             # A first segment's initial state was copied: the slot may already hold the final one.
             alone = unit.segments == 1
             if cutlass.const_expr(self.config.initial is None):
                 alone = unit.segment == 0
             if alone:
-                self.load_initial(states, unit, unit.part, thread, S)
+                self.load_initial(states, unit, unit.part, thread, g.S)
             else:
                 place = where(unit.segment == 0, unit.segments, unit.segment) - 1
-                self.segment_state(states, unit, place, unit.part, thread).load(S)
+                self.segment_state(states, unit, place, unit.part, thread).load(g.S)
+            g.start_units()
 
     @cute.jit
     def load_initial(self, states, unit, part: Int32, thread: Int32, S: cute.Tensor):
         """The state that the sequence starts from, if it has one."""
         if cutlass.const_expr(self.config.initial is not None):
-            slot = slot_of(states.index, unit.n, states.initial.shape[0])
-            if cutlass.const_expr(states.mask is not None):
-                if states.mask[unit.n] == 0:
-                    slot = Int64(-1)
-            if slot >= 0:
-                kind = self.config.initial
+            if unit.initial >= 0:
+                kind, slot = self.config.initial, unit.initial
                 self.in_memory(states.initial, kind, slot, unit, part, thread).load(S)
 
     @cute.jit
-    def store_state(self, states, unit, thread: Int32, g):
-        if cutlass.const_expr(self.config.final is not None):
-            slot = slot_of(states.index, unit.n, states.final.shape[0])
+    def store_final(self, states, unit, thread: Int32, g, shared, stage: Int32, chunks: Int32):
+        """The state after the unit, if it is its sequence's last; by the last chunk's stage."""
+        kind = self.config.final
+        if cutlass.const_expr(kind is not None):
+            last = True
             if cutlass.const_expr(self.config.segments is not None):
-                if unit.segment + 1 < unit.segments:
-                    slot = Int64(-1)
-            if slot >= 0:
-                place = self.in_memory(
-                    states.final, self.config.final, slot, unit, unit.part, thread
-                )
-                place.store(g.S, [g.units[2], g.units[3]])
+                last = unit.segment + 1 == unit.segments
+            if (unit.final >= 0) & last:
+                if chunks > 0:
+                    rows, slot = StateRows(kind, self.config.K), Int64(unit.final)
+                    store_state(rows, shared, stage, states.final, slot, unit, thread, g)
+                else:
+                    self.store_directly(states.final, kind, unit.final, unit, thread, g)
 
     @cute.jit
-    def keep_state(self, shared, states, unit, chunks: Int32, thread: Int32, g):
-        """A checkpoint, if one is due after so many chunks of the unit."""
+    def keep_state(self, states, unit, chunks: Int32, thread: Int32, g, shared, stage):
+        """A checkpoint, if one is due after so many chunks of the unit; stage: the last one's."""
+        kind = self.config.checkpoints
         done = unit.before + chunks * CHUNK
         if cutlass.const_expr(self.config.starts):
             row = Int64(unit.chunk + chunks)
@@ -577,13 +602,16 @@ class KdaScan:
             due = (chunks * CHUNK <= unit.tokens) & (done % states.interval == 0)
             row = Int64(unit.start // states.interval + done // states.interval - 1)
         if due:
-            if cutlass.const_expr(self.mark_row > 0):
-                start = shared.starts["marks"]
-                write_mark(start, self.mark_row, states.marks, row, unit, thread, g)
+            if cutlass.const_expr(stage is None):
+                self.store_directly(states.marks, kind, row, unit, thread, g)
             else:
-                kind = self.config.checkpoints
-                place = self.in_memory(states.marks, kind, row, unit, unit.part, thread)
-                place.store(g.S, [g.units[2], g.units[3]])
+                rows = StateRows(kind, self.config.K)
+                store_state(rows, shared, stage, states.marks, row, unit, thread, g)
+
+    def store_directly(self, tensor, kind, slot, unit, thread, g):
+        """Where no chunk has left a stage to lay the state out in."""
+        place = self.in_memory(tensor, kind, slot, unit, unit.part, thread)
+        place.store(g.S, [g.units[2], g.units[3]])
 
     def in_memory(self, tensor, kind, slot, unit, part, thread):
         value = part * PART

@@ -13,7 +13,7 @@ from cula.kda.sm90.config import CHUNK, PART
 class SharedMemory:
     """Barriers, the ring of units, decays, and the tiles (last mode: stage); None: not there.
 
-    starts: addresses by name, of the room for checkpoints ("marks"), too.
+    starts: addresses by name.
     """
 
     full: cute.Pointer
@@ -49,11 +49,7 @@ class StatesInMemory:
 def shared_memory(storage, tiles) -> SharedMemory:
     """tiles: their layouts, by name."""
     found = {}
-    starts = {
-        name: Int32(getattr(storage, name).data_ptr().toint())
-        for name in ("decay", "marks")
-        if hasattr(storage, name)
-    }
+    starts = {"decay": Int32(storage.decay.data_ptr().toint())}
     for name, layout in tiles.items():
         place = getattr(storage, name, None)
         found[name] = None

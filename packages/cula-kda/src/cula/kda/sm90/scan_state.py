@@ -119,6 +119,11 @@ class ScanState:
         self._set_units(self.largest(self.S))
         self.S_times(self.units)
 
+    def start_from_zero(self):
+        """The same, where there is no such state."""
+        self._set_units([Float32(0.0)] * 2)
+        self.S.fill(0.0)
+
     def grow_units(self, largest) -> list:
         """New units where they are outgrown, for values of this size; S and its copy follow.
 

@@ -23,6 +23,7 @@ class Unit:
     b, first: where its tokens start: row of the batch, token. start: its sequence's first token in
     the flattened batch. before: tokens of the sequence before the unit's. segment, segments: its
     place among the sequence's. places: of the sequence's segments in the workspace: the first.
+    initial, final: slots of the sequence's states, -1 where there are none.
     """
 
     n: Int32
@@ -37,10 +38,13 @@ class Unit:
     segment: Int32
     segments: Int32
     places: Int32
+    initial: Int32 | int = -1
+    final: Int32 | int = -1
 
 
-WORDS = len(fields(Unit))  # three pieces of 16 bytes
-END = Unit(-1, *[0] * (WORDS - 1))  # no unit follows
+COUNT = len(fields(Unit))
+WORDS = -(-COUNT // 4) * 4  # whole pieces of 16 bytes
+END = Unit(-1, *[0] * (COUNT - 1))  # no unit follows
 
 
 def unit_at(index, work, shape, parts: int, segment_chunks) -> Unit:
@@ -82,7 +86,7 @@ def tell(shared, told, unit: Unit) -> None:
     slot = told % RING
     cute.arch.mbarrier_wait(shared.unit_empty + slot, told // RING % 2 ^ 1)
     with cute.arch.elect_one():
-        words = [getattr(unit, field.name) for field in fields(Unit)]
+        words = [getattr(unit, field.name) for field in fields(Unit)] + [0] * (WORDS - COUNT)
         for i in range(0, WORDS, 4):
             place = (shared.units + (slot * WORDS + i)).align(16)
             store4(place, words[i : i + 4], shared=True)
@@ -97,4 +101,4 @@ def hear(shared, told) -> Unit:
     for i in range(0, WORDS, 4):
         words += load4(shared.units + (slot * WORDS + i), shared=True)
     cute.arch.mbarrier_arrive(shared.unit_empty + slot)
-    return Unit(*words)
+    return Unit(*words[:COUNT])
