@@ -319,16 +319,12 @@ class BlockWarp:
 
     # ---------------------------------------------------------------- past the end
     def write_zero_rows(self, target, record) -> None:
-        """Zeros for a whole record's part of the warp: its rows, but its columns of T.
+        """Zeros for the warp's part of a record's triangles: its rows of Aqk, its columns of T.
 
-        The other warps make zeros of its rows of T.
+        The other warps make zeros of its rows of T. Its rows of keys and queries nobody reads.
         """
         zeros, target = [0] * 4, target + Int64(self.lane * 16)
-        rows, block = target + Int64(self.warp * ROWS), target + Int64(self.warp * PANEL_BLOCK)
-        for tile in (record.kg, record.qg, record.kr):
-            for piece in range(tile, tile + record.rows, PIECE):
-                for start in range(piece, piece + ROWS, 512):
-                    ptx.store_global(rows, start, zeros)
+        block = target + Int64(self.warp * PANEL_BLOCK)
         for j in range(PANELS):
             ptx.store_global_if(self.warp >= j, block, record.aqk + panel_origin(j), zeros)
         column = target + Int64(panel_origin(self.warp))

@@ -125,7 +125,7 @@ def store_global_if(condition, address, offset: int, words) -> None:
     _instruction(text, "", [address, *words, condition], "lrrrrb", effects=True)
 
 
-def copy_to_shared(shared, source, size: int, barrier, blocks: int = 1) -> None:
+def copy_to_shared(shared, source, size, barrier, blocks: int = 1) -> None:
     """Starts a copy of `size` bytes to shared memory, by one thread; completes on `barrier`.
 
     With several blocks: to the same places of the cluster's first so many, and on their barriers.
@@ -133,9 +133,9 @@ def copy_to_shared(shared, source, size: int, barrier, blocks: int = 1) -> None:
     form, mask = ("", "") if blocks == 1 else (".multicast::cluster", f", {2**blocks - 1}")
     text = (
         f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{form} "
-        f"[$0], [$1], {size}, [$2]{mask};"
+        f"[$0], [$1], $2, [$3]{mask};"
     )
-    _instruction(text, "", [shared, source, barrier], "rlr", effects=True)
+    _instruction(text, "", [shared, source, size, barrier], "rlrr", effects=True)
 
 
 def copy_from_shared(shared, target, size: int) -> None:

@@ -44,7 +44,16 @@ from cula.kda.sm90.scan_block import (
     segment_states,
     shared_memory,
 )
-from cula.kda.sm90.scan_record import panels_layout, record_pieces, tile_bytes, write_zeros
+from cula.kda.sm90.scan_record import (
+    ROW,
+    arriving_bytes,
+    existing_rows,
+    panels_layout,
+    record_pieces,
+    tile_bytes,
+    write_absent,
+    write_zeros,
+)
 from cula.kda.sm90.scan_state import scan_state
 from cula.kda.sm90.scan_store import StateRows, store_state
 from cula.kda.sm90.scan_units import END, RING, WORDS, hear, tell, unit_at
@@ -71,7 +80,6 @@ class KdaScan:
         self.cluster = config.cluster
         self.value_bytes = 2 * CHUNK * PART
         self.pieces = record_pieces(self.record, self.outputs)
-        self.record_bytes = sum(piece.size for piece in self.pieces)
         self.tile_bytes = tile_bytes(self.pieces)
         free = SHARED - (self.value_bytes if self.outputs else 0)
         stage_bytes = sum(self.tile_bytes.values()) + self.groups * self.value_bytes
@@ -342,29 +350,34 @@ class KdaScan:
         s = loaded % self.stages
         full = shared.full + s
         cute.arch.mbarrier_wait(shared.empty + s, loaded // self.stages % 2 ^ 1)
+        rows = existing_rows(unit.tokens - i * CHUNK)
+        if rows < CHUNK:
+            write_absent(self.pieces, shared, s, rows)
         number = Int64(unit.chunk + i) * Int64(heads) + Int64(unit.head)
         source = Int64(mRecords.iterator.toint()) + number * Int64(self.record.bytes)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes(unit))
+            arriving = arriving_bytes(self.pieces, rows) + self.arriving_values(unit)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, arriving)
             if cutlass.const_expr(self.cluster == 1):
-                self.copy(self.pieces, shared, source, s, full)
+                self.copy(self.pieces, shared, source, s, rows, full)
             elif unit.part == 0:
-                self.copy(self.pieces[::2], shared, source, s, full)
+                self.copy(self.pieces[::2], shared, source, s, rows, full)
             else:
-                self.copy(self.pieces[1::2], shared, source, s, full)
+                self.copy(self.pieces[1::2], shared, source, s, rows, full)
         self.load_values(aV, gV, sV, unit, i, s, full)
 
-    def copy(self, pieces, shared, source, s, full):
+    def copy(self, pieces, shared, source, s, rows, full):
         """Starts copies of a record's pieces into stage s, of all blocks of the cluster."""
         barrier = Int32(full.toint())
         for x in pieces:
             target = shared.starts[x.tile] + (s * self.tile_bytes[x.tile] + x.place)
             start = source + Int64(x.start)
-            ptx.copy_to_shared(target, start, x.size, barrier, blocks=self.cluster)
+            size = rows * ROW if x.rows else Int32(x.size)
+            ptx.copy_to_shared(target, start, size, barrier, blocks=self.cluster)
 
-    def stage_bytes(self, unit):
-        """What arrives in a stage."""
-        return self.record_bytes + self.value_bytes
+    def arriving_values(self, unit):
+        """Bytes of values that arrive in a stage."""
+        return self.value_bytes
 
     @cute.jit
     def load_values(self, aV: cute.CopyAtom, gV, sV, unit, i: Int32, s: Int32, full: cute.Pointer):

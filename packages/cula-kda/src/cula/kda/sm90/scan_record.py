@@ -5,40 +5,55 @@ Tiles are copied as they lie. T and Aqk are squares of four panels there, each o
 the record: those zeros are written once, before the first copy, and no copy touches them. Products
 of the panels alone would be 64, 48, 32 and 16 columns wide, but ptxas serialises all wgmma of a
 function where such widths meet in one accumulator (C7511).
+
+Where a chunk has no more than 16, 32 or 48 tokens, the other rows of the K columns are not in the
+record. The load warp makes zeros of those of Kg and Kr; what those of Qg bring is stored nowhere.
 """
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 
+from cula.common.varlen.device import ceil_div, where
 from cula.kda.sm90 import ptx
-from cula.kda.sm90.config import CHUNK, PANEL_BLOCK, PANELS, Record, panel_origin
+from cula.kda.sm90.config import BLOCK, CHUNK, PANEL_BLOCK, PANELS, Record, panel_origin
 
 PANEL = PANELS * PANEL_BLOCK  # bytes of one, zeros and all
+ROW = 128  # bytes of a row of 64 columns
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one copy brings. tile: where to; place: first byte there; start: in the record."""
+    """What one copy brings. tile: where to; place: first byte there; start: in the record.
+
+    rows: it is 64 columns of K, a row a token, of which the copy brings those that exist.
+    """
 
     tile: str
     place: int
     start: int
     size: int
+    rows: bool = False
 
 
 def record_pieces(record: Record, outputs: bool) -> list[Piece]:
     """What is loaded of a record; without outputs neither Qg nor Aqk."""
     pieces = [
-        Piece("kg", 0, record.kg, record.rows),
-        Piece("qg", 0, record.qg, record.rows),
-        Piece("kr", 0, record.kr, record.rows),
+        *_columns("kg", record.kg, record.rows),
+        *_columns("qg", record.qg, record.rows),
+        *_columns("kr", record.kr, record.rows),
         *_panels("t", record.t),
         *_panels("aqk", record.aqk),
         Piece("decay", 0, record.decay, 4 * record.K),
     ]
     return [x for x in pieces if outputs or x.tile not in ("qg", "aqk")]
+
+
+def _columns(tile: str, start: int, size: int) -> list[Piece]:
+    return [Piece(tile, at, start + at, CHUNK * ROW, True) for at in range(0, size, CHUNK * ROW)]
 
 
 def _panels(tile: str, start: int) -> list[Piece]:
@@ -56,6 +71,31 @@ def _panels(tile: str, start: int) -> list[Piece]:
 def tile_bytes(pieces: list[Piece]) -> dict[str, int]:
     """Shared memory of each tile of a stage."""
     return {x.tile: x.place + x.size for x in pieces}
+
+
+def existing_rows(tokens) -> Int32:
+    """Of a record: a multiple of 16. tokens: from the chunk's first on, of its sequence."""
+    return where(tokens > CHUNK - BLOCK, CHUNK, ceil_div(tokens, BLOCK) * BLOCK)
+
+
+def arriving_bytes(pieces: list[Piece], rows) -> Int32:
+    """Of a record with so many rows."""
+    whole = sum(x.size for x in pieces if not x.rows)
+    return rows * (ROW * sum(x.rows for x in pieces)) + whole
+
+
+@cute.jit
+def write_absent(pieces: cutlass.Constexpr, shared, stage: Int32, rows: Int32):
+    """Zeros of the rows of keys that do not exist, by a warp."""
+    lane = cute.arch.lane_idx()
+    sizes = tile_bytes(pieces)
+    for x in pieces:
+        if cutlass.const_expr(x.rows and x.tile != "qg"):
+            piece = shared.starts[x.tile] + (stage * sizes[x.tile] + x.place)
+            for row in cutlass.range(rows, CHUNK, BLOCK // 4, unroll=1):
+                ptx.store_shared(piece + (row * ROW + lane * 16), 0, [Int32(0)] * 4)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
 
 
 def panels_layout(stages: int, dtype):

@@ -48,10 +48,10 @@ class KdaSegments(KdaScan):
         not_last = unit.segment + 1 < unit.segments
         return not_last & ((unit.segment > 0) | ~only_matrix)
 
-    def stage_bytes(self, unit):
+    def arriving_values(self, unit):
         left = self.value_parts - unit.part * self.groups
         tiles = where(left < 0, 0, where(left > self.groups, self.groups, left))
-        return self.record_bytes + tiles * self.value_bytes
+        return tiles * self.value_bytes
 
     @cute.jit
     def load_values(self, aV: cute.CopyAtom, gV, sV, unit, i: Int32, s: Int32, full: cute.Pointer):
