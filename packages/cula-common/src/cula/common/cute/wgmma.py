@@ -17,6 +17,16 @@ def columns_layout(columns: int, rows: int, stages: int, dtype):
     return cute.tile_to_shape(atom, (columns, rows, stages), order=(1, 0, 2))
 
 
+def slices_layout(columns: int, rows: int, slices: int, dtype):
+    """(columns, rows, slice), 16 columns contiguous, 32-byte swizzle: an MN-major tile in slices.
+
+    Of 16 columns each, a slice's rows one after the other: with all columns in one slice, and with
+    16 in so many, the same bytes.
+    """
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW32, dtype)
+    return cute.tile_to_shape(atom, (columns, rows, slices), order=(1, 0, 2))
+
+
 class Product:
     """A 64 x n product of one warpgroup: A from registers or shared memory, B from shared memory.
 

@@ -33,7 +33,7 @@ from cula.common.cute.smem import SmemAllocator
 from cula.common.cute.stand_ins import fake_states, fake_tokens, fake_vector
 from cula.common.cute.states import HeadState, slot_of
 from cula.common.cute.tma import tile_copies
-from cula.common.cute.wgmma import columns_layout, rows_layout
+from cula.common.cute.wgmma import columns_layout, rows_layout, slices_layout
 from cula.common.kernel_args import States
 from cula.common.varlen.device import ceil_div, load4, store4, take_ticket, where
 from cula.kda.sm90 import ptx
@@ -60,6 +60,7 @@ from cula.kda.sm90.scan_units import END, RING, WORDS, hear, tell, unit_at
 
 SEGMENT_STATES = States("fp32", True)
 SHARED = 226 * 1024
+SLICE = 16  # channels whose outputs one warp stores
 LOADING_REGISTERS, STATE_REGISTERS = 24, 240  # a thread, where two warpgroups compute
 
 
@@ -146,13 +147,14 @@ class KdaScan:
 
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         aV, tV = cpasync.make_tiled_tma_atom(load, columns(mV), one(lV), (PART, CHUNK))
-        aO, tO, lO = None, None, None
+        aO, tO, lO, lSlices = None, None, None, None
         if cutlass.const_expr(self.outputs):
-            lO = columns_layout(PART, CHUNK, 1, self.io)
-            aO, tO = cpasync.make_tiled_tma_atom(store, columns(mO), one(lO), (PART, CHUNK))
+            lO = slices_layout(PART, CHUNK, 1, self.io)
+            lSlices = slices_layout(SLICE, CHUNK, PART // SLICE, self.io)
+            aO, tO = cpasync.make_tiled_tma_atom(store, columns(mO), one(lSlices), (SLICE, CHUNK))
         self.Shared = self.shared_struct(lK, lSquare, lKr, lV, lO)
         self.kernel(
-            aV, tV, aO, tO, lK, lSquare, lKr, lV, lO,
+            aV, tV, aO, tO, lK, lSquare, lKr, lV, lO, lSlices,
             mRecords, mInitial, mFinal, mIndex, mMask, mMarks, mSegments, mWork, mO, interval,
             segment_chunks, units,
         ).launch(
@@ -204,6 +206,7 @@ class KdaScan:
         lKr: cute.ComposedLayout,
         lV: cute.ComposedLayout,
         lO: cute.ComposedLayout | None,
+        lSlices: cute.ComposedLayout | None,
         mRecords: cute.Tensor,
         mInitial: cute.Tensor | None,
         mFinal: cute.Tensor | None,
@@ -222,7 +225,7 @@ class KdaScan:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = SmemAllocator().allocate(self.Shared)
         tiles = {"kg": lK, "qg": lK, "kr": lKr, "t": lSquare, "aqk": lSquare, "v": lV, "o": lO}
-        shared = shared_memory(storage, tiles)
+        shared = shared_memory(storage, tiles, lSlices)
         readers = 128 if self.cluster == 1 else 4 * self.cluster  # see release
         if warp == 0:
             with cute.arch.elect_one():
@@ -448,7 +451,9 @@ class KdaScan:
     ):
         """The unit's chunks, with S^T in registers."""
         stages, kept = self.stages, self.config.checkpoints is not None
-        sO, gO = tile_copies(aO, columns_from(tO, unit), shared.o)
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        sO, gO = tile_copies(aO, columns_from(tO, unit, SLICE), shared.slices)
+        sO, gO = sO[(None, warp)], gO[(None, unit.part * (PART // SLICE) + warp, None)]
         self.load_state(states, unit, thread, g)
         if cutlass.const_expr(self.config.starts):
             self.keep_state(states, unit, Int32(0), thread, g, shared, None)
@@ -477,17 +482,13 @@ class KdaScan:
             g.issue_past(s)
             # while these run: what the chunk before leaves
             if i > 0:
-                self.store_output(g, thread)
+                self.lay_out_output(g)
                 if cutlass.const_expr(kept):
                     self.keep_state(states, unit, i, thread, g, shared, (number - 1) % stages)
             if cutlass.const_expr(not kept):
                 self.release_past(shared, number)
-            if (i > 0) & (thread < 32):
-                cute.copy(
-                    aO,
-                    sO[(None, 0)],
-                    gO[(None, unit.part, i - 1)],
-                )
+            if i > 0:
+                cute.copy(aO, sO, gO[(None, i - 1)])
                 cute.arch.cp_async_bulk_commit_group()
             warpgroup.wait_group(1)
             g.round_difference()
@@ -506,11 +507,11 @@ class KdaScan:
 
         last = (walked + chunks - 1) % stages
         if chunks > 0:
-            self.store_output(g, thread)
+            self.lay_out_output(g)
             if cutlass.const_expr(kept):
                 self.keep_state(states, unit, chunks, thread, g, shared, last)
+                # the final state leaves by the same stage
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                g.barrier()  # the final state leaves by the same stage
             tail = unit.tokens - (chunks - 1) * CHUNK
             whole = True  # of equal lengths, what lies past the end is cut off
             if cutlass.const_expr(self.config.varlen):
@@ -519,40 +520,35 @@ class KdaScan:
                     self.store_rows(
                         shared, mO, unit, unit.first + (chunks - 1) * CHUNK, tail, thread
                     )
-            if (thread < 32) & whole:
-                cute.copy(
-                    aO,
-                    sO[(None, 0)],
-                    gO[(None, unit.part, chunks - 1)],
-                )
+            if whole:
+                cute.copy(aO, sO, gO[(None, chunks - 1)])
                 cute.arch.cp_async_bulk_commit_group()
         self.store_final(states, unit, thread, g, shared, last, chunks)
 
     @cute.jit
-    def store_output(self, g, thread: Int32):
-        """The output into its buffer, once the last store has read it; all may read it then."""
-        if thread < 32:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        g.barrier()
+    def lay_out_output(self, g):
+        """The output into its buffer, once the last copy has read it. A warp's is its own."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
         g.write_output()
         cute.arch.fence_proxy("async.shared", space="cta")
-        g.barrier()
+        cute.arch.sync_warp()
 
     @cute.jit
     def store_rows(self, shared, mO: cute.Tensor, unit, first: Int32, tokens: Int32, thread: Int32):
         """The rows of a sequence's last chunk: what follows them is another sequence's."""
-        piece = thread % 8
+        warp, piece = thread // 32, thread % 2
         for i in cutlass.range_constexpr(CHUNK // 16):
-            row = thread // 8 + 16 * i
+            row = thread % 32 // 2 + 16 * i
             if row < tokens:
-                # 128-byte swizzle: the row's low bits turn the place of each 16 bytes
-                at = row * PART + (piece ^ (row % 8)) * 8
+                # 32-byte swizzle: the row's third bit turns the place of each 16 bytes
+                at = (warp * CHUNK + row) * SLICE + (piece ^ (row // 4 % 2)) * 8
                 words = load4((shared.o_start + at).align(16), shared=True)
                 o = mO.iterator + (
                     Int64(unit.b) * Int64(mO.stride[0])
                     + Int64(first + row) * Int64(mO.stride[1])
                     + Int64(unit.head) * Int64(mO.stride[2])
-                    + Int64(unit.part * PART + piece * 8)
+                    + Int64(unit.part * PART + warp * SLICE + piece * 8)
                 )
                 store4(o.align(16), words)
 

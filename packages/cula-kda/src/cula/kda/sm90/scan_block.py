@@ -30,6 +30,7 @@ class SharedMemory:
     v: cute.Tensor
     o: cute.Tensor | None
     starts: dict
+    slices: cute.Tensor | None  # o, a warp's channels each
     o_start: cute.Pointer | None
 
 
@@ -46,8 +47,8 @@ class StatesInMemory:
     interval: Int32
 
 
-def shared_memory(storage, tiles) -> SharedMemory:
-    """tiles: their layouts, by name."""
+def shared_memory(storage, tiles, slices) -> SharedMemory:
+    """tiles: their layouts, by name. slices: another layout of o."""
     found = {}
     starts = {"decay": Int32(storage.decay.data_ptr().toint())}
     for name, layout in tiles.items():
@@ -65,14 +66,15 @@ def shared_memory(storage, tiles) -> SharedMemory:
         decay=storage.decay.data_ptr(),
         **found,
         starts=starts,
-        o_start=storage.o.data_ptr() if found["o"] is not None else None,
+        slices=storage.o.get_tensor(slices.outer, swizzle=slices.inner) if slices else None,
+        o_start=storage.o.data_ptr() if slices else None,
     )
 
 
-def columns_from(tensor, unit):
-    """Chunks (channel, token, part, number) of the unit's tokens."""
+def columns_from(tensor, unit, channels: int = PART):
+    """Chunks (channel, token, part, number) of the unit's tokens, so many channels a part."""
     tokens = cute.domain_offset((0, unit.first), tensor[None, None, unit.head, unit.b])
-    return cute.local_tile(tokens, (PART, CHUNK), (None, None))
+    return cute.local_tile(tokens, (channels, CHUNK), (None, None))
 
 
 def segment_states(config, HV):

@@ -199,6 +199,7 @@ class ScanState:
         cute.copy(copy, source, target[(None, None, None, 0)])
 
     def barrier(self):
+        """All four warps."""
         cute.arch.barrier(barrier_id=1, number_of_threads=128)
 
 

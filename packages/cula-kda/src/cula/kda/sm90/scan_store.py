@@ -84,37 +84,34 @@ def store_state(
 ):
     """The unit's channels of the state, in units of 1, to a slot of `states`, (slots, HV, V, K).
 
-    By the state warpgroup, when all of it has left the stage's tiles. Which element of the
+    By the state warpgroup, each thread when it has left the stage's tiles. Which element of the
     accumulator is which of the state: cula.common.cute.states.
     """
-    warp, lane = thread // 32, thread % 32
+    warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+    g.barrier()  # all four have left the stage
     if cutlass.const_expr(rows.kind.v_first):
         lay_out_values(rows, shared, stage, warp, lane, g)
-        row = warp * 16 + lane  # what a warp lays out, it copies
-        mine = lane < 16
     else:
         lay_out_keys(rows, shared, stage, warp, lane, g)
-        row = thread
-        mine = thread < rows.count
     cute.arch.fence_proxy("async.shared", space="cta")
     if cutlass.const_expr(rows.kind.v_first):
-        cute.arch.sync_warp()
+        cute.arch.sync_warp()  # what a warp lays out, it copies
     else:
         g.barrier()
-    if mine:
-        value, key = unit.part * PART, Int32(0)
-        if cutlass.const_expr(rows.kind.v_first):
-            value += row
-        else:
-            key = row
-        element = (
-            slot * Int64(states.stride[0])
-            + Int64(unit.head) * Int64(states.stride[1])
-            + Int64(value) * Int64(states.stride[2])
-            + Int64(key) * Int64(states.stride[3])
-        )
-        target = Int64(states.iterator.toint()) + element * Int64(rows.size)
-        ptx.copy_from_shared(rows.start(shared, stage, row), target, rows.bytes)
+    share = rows.count // 4
+    element = (
+        slot * Int64(states.stride[0])
+        + Int64(unit.head) * Int64(states.stride[1])
+        + Int64(unit.part * PART) * Int64(states.stride[2])
+    )
+    start = Int64(states.iterator.toint()) + element * Int64(rows.size)
+    step = states.stride[2 if rows.kind.v_first else 3] * rows.size
+    with cute.arch.elect_one():
+        for first in cutlass.range_constexpr(0, share, 8):  # a tile has whole eights of rows
+            row = warp * share + first
+            source, target = rows.start(shared, stage, row), start + Int64(row) * Int64(step)
+            for i in cutlass.range_constexpr(8):
+                ptx.copy_from_shared(source + i * rows.pitch, target + Int64(i * step), rows.bytes)
         cute.arch.cp_async_bulk_commit_group()
 
 
