@@ -19,8 +19,6 @@ Bytes:    936 a token and head of records (for both halves of V, the second from
 Floor:    those bytes at the memory's copy rate.
 """
 
-from dataclasses import replace
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -31,8 +29,9 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cula.common.cute.dtypes import DTYPES
 from cula.common.cute.smem import SmemAllocator
 from cula.common.cute.stand_ins import fake_states, fake_tokens, fake_vector
-from cula.common.cute.states import HeadState, slot_of
+from cula.common.cute.states import HeadState
 from cula.common.cute.tma import tile_copies
+from cula.common.cute.units import END, RING, WORDS, hear, tell, unit_at, with_slots
 from cula.common.cute.wgmma import columns_layout, rows_layout, slices_layout
 from cula.common.kernel_args import States
 from cula.common.varlen.device import ceil_div, load4, store4, take_ticket, where
@@ -56,7 +55,6 @@ from cula.kda.sm90.scan_record import (
 )
 from cula.kda.sm90.scan_state import scan_state
 from cula.kda.sm90.scan_store import StateRows, store_state
-from cula.kda.sm90.scan_units import END, RING, WORDS, hear, tell, unit_at
 
 SEGMENT_STATES = States("fp32", True)
 SHARED = 226 * 1024
@@ -285,34 +283,31 @@ class KdaScan:
         index = Int32(cute.arch.block_idx()[0])
         told, loaded = Int32(0), Int32(0)  # units and chunks so far
         while index < units:
-            unit = unit_at(index, mWork, shape, self.parts, cut)
-            chunks = Int32(0)
-            if self.used(unit):
-                tell(shared, told, self.with_slots(unit, states))
-                told += 1
-                chunks = ceil_div(unit.tokens, CHUNK)
+            unit = unit_at(index, mWork, shape, self.parts, CHUNK, cut)
             sV, gV = tile_copies(aV, columns_from(tV, unit), shared.v)
-            for i in cutlass.range(chunks - 1, unroll=1):
+            chunks, ticket = Int32(0), Int32(0)
+            if self.used(unit):
+                chunks = ceil_div(unit.tokens, CHUNK)
+            if chunks <= 1:
+                ticket = self.draw(mWork)
+            if self.used(unit):
+                message = with_slots(unit, states)
+                # first what takes longest
+                if chunks > 0:
+                    self.load_chunk(aV, gV, sV, shared, mRecords, unit, shape[2], 0, loaded)
+                    loaded += 1
+                tell(shared, told, message)
+                told += 1
+            for i in cutlass.range(1, chunks - 1, unroll=1):
                 self.load_chunk(aV, gV, sV, shared, mRecords, unit, shape[2], i, loaded)
                 loaded += 1
-            # on its way while the last chunk waits for its stage
-            ticket = self.draw(mWork)
-            if chunks > 0:
+            if chunks > 1:
+                # on its way while the last chunk waits for its stage
+                ticket = self.draw(mWork)
                 self.load_chunk(aV, gV, sV, shared, mRecords, unit, shape[2], chunks - 1, loaded)
                 loaded += 1
             index = self.next_index(index, ticket)
         tell(shared, told, END)
-
-    def with_slots(self, unit, states):
-        """The unit with the slots of its states: found here, ahead of those who need them."""
-        initial = final = Int32(-1)
-        if self.config.initial is not None:
-            initial = Int32(slot_of(states.index, unit.n, states.initial.shape[0]))
-            if states.mask is not None:
-                initial = where(states.mask[unit.n] == 0, -1, initial)
-        if self.config.final is not None:
-            final = Int32(slot_of(states.index, unit.n, states.final.shape[0]))
-        return replace(unit, initial=initial, final=final)
 
     @property
     def tickets(self):
@@ -628,5 +623,5 @@ class KdaScan:
 
     def segment_state(self, states, unit, segment, part, thread):
         """64 rows of a segment of the unit's sequence in the workspace."""
-        place = unit.places + segment
+        place = unit.place + segment
         return self.in_memory(states.segments, SEGMENT_STATES, place, unit, part, thread)

@@ -15,6 +15,8 @@ Bytes:     1,024 a token and head: q, k, v in and o out (two parts read q and k 
 Floor:     those bytes at the memory's copy rate.
 """
 
+from dataclasses import replace
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -25,8 +27,9 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cula.common.cute.dtypes import DTYPES
 from cula.common.cute.smem import SmemAllocator
 from cula.common.cute.stand_ins import fake_states, fake_tokens, fake_vector
-from cula.common.cute.states import HeadState, slot_of
+from cula.common.cute.states import HeadState
 from cula.common.cute.tma import tile_copies
+from cula.common.cute.units import END, RING, WORDS, hear, tell, unit_at, with_slots
 from cula.common.cute.wgmma import columns_layout, rows_layout
 from cula.common.kernel_args import States
 from cula.common.varlen.device import ceil_div, load4, store4, take_ticket, where
@@ -38,15 +41,6 @@ from cula.lightning.sm90.block import (
 )
 from cula.lightning.sm90.config import CHUNK, PART
 from cula.lightning.sm90.states import KeptState
-from cula.lightning.sm90.units import (
-    END,
-    RING,
-    WORDS,
-    Unit,
-    publish,
-    receive,
-    unit_at,
-)
 from cula.lightning.sm90.warpgroup import TABLE, state_warpgroup
 
 SEGMENT_STATES = States("fp32", True)
@@ -246,7 +240,7 @@ class LightningPrefill:
                     cute.arch.mbarrier_init(shared.empty + s, 4 * self.groups)
                 for s in cutlass.range_constexpr(RING):
                     cute.arch.mbarrier_init(shared.unit_full + s, 1)
-                    cute.arch.mbarrier_init(shared.unit_empty + s, 4 * self.groups)
+                    cute.arch.mbarrier_init(shared.unit_empty + s, 128 * self.groups)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         # Launched before the kernel ahead of it has ended, be it ours or the caller's: nothing that
@@ -254,26 +248,27 @@ class LightningPrefill:
         if cutlass.const_expr(not self.loads_early):
             cute.arch.griddepcontrol_wait()
         # After the wait, not before: second loads q, k and v without one, and counts on it that
-        # all before first has ended.
-        cute.arch.griddepcontrol_launch_dependents()
+        # all before first has ended. Whole sequences: the next call's blocks, here early, would
+        # not be spread over the SMs as evenly.
+        if cutlass.const_expr(self.config.segments is not None):
+            cute.arch.griddepcontrol_launch_dependents()
 
+        states = StatesInMemory(
+            mInitial, mFinal, mIndex, mMask, mMarks, mLocal, interval, segment_chunks
+        )
         if warp < 4:
             if cutlass.const_expr(self.groups > 1):
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
                 self.load(
-                    aQ, tQ, aK, tK, aV, tV, shared, mG, mWork, shape, segment_chunks, units,
-                    key_heads,
+                    aQ, tQ, aK, tK, aV, tV, shared, mG, states, mWork, shape, units, key_heads,
                 )  # fmt: skip
         else:
             if cutlass.const_expr(self.groups > 1):
                 cute.arch.setmaxregister_increase(STATE_REGISTERS)
             if cutlass.const_expr(self.loads_early):
                 cute.arch.griddepcontrol_wait()
-            states = StatesInMemory(
-                mInitial, mFinal, mIndex, mMask, mMarks, mLocal, interval, segment_chunks
-            )
-            self.scan(aO, tO, shared, mG, states, mO, scale)
+            self.scan(aO, tO, shared, states, mO, scale)
 
     # ------------------------------------------------------------------ loads
     @cute.jit
@@ -287,62 +282,74 @@ class LightningPrefill:
         tV: cute.Tensor,
         shared,
         mG: cute.Tensor,
+        states,
         mWork: cute.Tensor | None,
         shape: cute.Shape,
-        segment_chunks: Int32,
         units: Int32,
         key_heads: Int32,
     ):
         """The load warp: draws units, tells the state warps, and keeps the stages filled."""
-        c, stages, groups = self.config, self.stages, self.groups
-        batch, length, heads = shape[0], shape[1], shape[2]
-        group = heads // key_heads
+        group = shape[2] // key_heads
         unit = Int32(cute.arch.block_idx()[0])
         told, loaded = Int32(0), Int32(0)  # units and chunks so far
         while unit < units:
-            u = unit_at(unit, mWork, heads, c.parts, batch, length, CHUNK, segment_chunks)
-            slot = told % RING
-            cute.arch.mbarrier_wait(shared.unit_empty + slot, told // RING % 2 ^ 1)
-            with cute.arch.elect_one():
-                publish(shared.units, slot, u)
-                cute.arch.mbarrier_arrive(shared.unit_full + slot)
-            told += 1
-
+            u = unit_at(unit, mWork, shape, self.config.parts, CHUNK, states.segment_chunks)
             key_head = u.head // group
-            sQ, gQ = tile_copies(aQ, rows_from(tQ, u.b, u.first, key_head, c.K), shared.q)
-            sK, gK = tile_copies(aK, rows_from(tK, u.b, u.first, key_head, c.K), shared.k)
+            sQ, gQ = tile_copies(aQ, rows_from(tQ, u.b, u.first, key_head, self.config.K), shared.q)
+            sK, gK = tile_copies(aK, rows_from(tK, u.b, u.first, key_head, self.config.K), shared.k)
             sV, gV = tile_copies(aV, columns_from(tV, u.b, u.first, u.head), shared.v)
-            chunks, first, step = self.walk(u, mG)
-            for i in cutlass.range(chunks, unroll=1):
-                at = first + step * i
-                s = loaded % stages
-                full = shared.full + s
-                cute.arch.mbarrier_wait(shared.empty + s, loaded // stages % 2 ^ 1)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes)
-                if cutlass.const_expr(not self.first_pass):
-                    cute.copy(aQ, gQ[(None, at)], sQ[(None, s)], tma_bar_ptr=full)
-                cute.copy(aK, gK[(None, at)], sK[(None, s)], tma_bar_ptr=full)
-                for w in cutlass.range_constexpr(groups):
-                    part = u.part * groups + w
-                    cute.copy(
-                        aV, gV[(None, part, at)], sV[(None, s * groups + w)], tma_bar_ptr=full
-                    )
+            copies = (aQ, gQ, sQ, aK, gK, sK, aV, gV, sV)
+            decay = Float32(mG[u.head])
+            chunks, first, step = self.walk(u, decay)
+            ticket = Int32(0)
+            if chunks <= 1:
+                ticket = self.draw(mWork)
+            if u.n >= 0:
+                message = replace(with_slots(u, states), more=decay.bitcast(Int32))
+                # first what takes longest
+                if chunks > 0:
+                    self.load_chunk(copies, shared, u, first, loaded)
+                    loaded += 1
+                tell(shared, told, message)
+                told += 1
+            for i in cutlass.range(1, chunks, unroll=1):
+                self.load_chunk(copies, shared, u, first + step * i, loaded)
                 loaded += 1
-
-            unit += cute.arch.grid_dim()[0]
+            if chunks > 1:
+                ticket = self.draw(mWork)
+            past = unit
             if cutlass.const_expr(mWork is not None):
-                ticket = Int32(0)
-                if cute.arch.lane_idx() == 0:
-                    ticket = take_ticket(mWork.iterator, 1 if self.first_pass else 0)
-                unit = cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(ticket, 0)
-        slot = told % RING
-        cute.arch.mbarrier_wait(shared.unit_empty + slot, told // RING % 2 ^ 1)
-        with cute.arch.elect_one():
-            publish(shared.units, slot, Unit(END))
-            cute.arch.mbarrier_arrive(shared.unit_full + slot)
+                past = cute.arch.shuffle_sync(ticket, 0)
+            unit = cute.arch.grid_dim()[0] + past
+        tell(shared, told, END)
 
-    def walk(self, u, mG):
+    @cute.jit
+    def draw(self, mWork: cute.Tensor | None) -> Int32:
+        """The ticket of a unit, in one lane, where sequences are packed."""
+        ticket = Int32(0)
+        if cutlass.const_expr(mWork is not None):
+            if cute.arch.lane_idx() == 0:
+                ticket = take_ticket(mWork.iterator, 1 if self.first_pass else 0)
+        return ticket
+
+    @cute.jit
+    def load_chunk(self, copies, shared, u, at: Int32, loaded: Int32):
+        """Chunk `at` of the unit, the block's loaded-th."""
+        aQ, gQ, sQ, aK, gK, sK, aV, gV, sV = copies
+        stages, groups = self.stages, self.groups
+        s = loaded % stages
+        full = shared.full + s
+        cute.arch.mbarrier_wait(shared.empty + s, loaded // stages % 2 ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes)
+        if cutlass.const_expr(not self.first_pass):
+            cute.copy(aQ, gQ[(None, at)], sQ[(None, s)], tma_bar_ptr=full)
+        cute.copy(aK, gK[(None, at)], sK[(None, s)], tma_bar_ptr=full)
+        for w in cutlass.range_constexpr(groups):
+            part = u.part * groups + w
+            cute.copy(aV, gV[(None, part, at)], sV[(None, s * groups + w)], tma_bar_ptr=full)
+
+    def walk(self, u, decay):
         """Chunks to load: how many, the first, the step to the next."""
         return ceil_div(u.tokens, CHUNK), 0, 1
 
@@ -353,7 +360,6 @@ class LightningPrefill:
         aO: cute.CopyAtom,
         tO: cute.Tensor,
         shared,
-        mG: cute.Tensor,
         states,
         mO: cute.Tensor,
         scale: Float32,
@@ -366,21 +372,16 @@ class LightningPrefill:
 
         told = Int32(0)  # units so far
         stage, phase, buffer = Int32(0), Int32(0), Int32(0)  # of the next chunk
-        cute.arch.mbarrier_wait(shared.unit_full, 0)
-        u = receive(shared.units, 0)
+        u = hear(shared, told)
         while u.n >= 0:
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(shared.unit_empty + told % RING)
             told += 1
-
             value = (u.part * groups + wg) * PART  # the warpgroup's first value channel
             self.load_state(states, u, value, thread, g.S)
             chunks = ceil_div(u.tokens, CHUNK)
             if chunks > 0:
                 tail = u.tokens - (chunks - 1) * CHUNK
                 # everyone has read the last unit's powers: a barrier came after that
-                g.store_powers(Float32(mG[u.head]), scale)
+                g.store_powers(u.more.bitcast(Float32), scale)
                 cute.arch.mbarrier_wait(shared.full + stage, phase)
                 tokens = where(chunks > 1, CHUNK, tail)
                 self.clear_tail(shared, stage, tokens, thread, wg)
@@ -463,8 +464,7 @@ class LightningPrefill:
                 # not the path above with S merged: ptxas would copy accumulators that are in flight
                 self.store_state(states, u, value, thread, g.S)
 
-            cute.arch.mbarrier_wait(shared.unit_full + told % RING, told // RING % 2)
-            u = receive(shared.units, told % RING)
+            u = hear(shared, told)
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
@@ -562,20 +562,17 @@ class LightningPrefill:
     @cute.jit
     def load_initial(self, states, u, value: Int32, thread: Int32, S: cute.Tensor):
         if cutlass.const_expr(self.config.initial is not None):
-            slot = slot_of(states.index, u.n, states.initial.shape[0])
-            if cutlass.const_expr(states.mask is not None):
-                if states.mask[u.n] == 0:
-                    slot = Int64(-1)
-            if slot >= 0:
-                self.in_memory(states.initial, self.config.initial, slot, u, value, thread).load(S)
+            if u.initial >= 0:
+                kind = self.config.initial
+                self.in_memory(states.initial, kind, u.initial, u, value, thread).load(S)
 
     @cute.jit
     def store_state(self, states, u, value: Int32, thread: Int32, S: cute.Tensor):
         """The final state, by the unit with the sequence's last tokens."""
         if cutlass.const_expr(self.config.final is not None):
-            slot = slot_of(states.index, u.n, states.final.shape[0])
-            if (slot >= 0) & (u.segment + 1 == u.segments):
-                self.in_memory(states.final, self.config.final, slot, u, value, thread).store(S)
+            if (u.final >= 0) & (u.segment + 1 == u.segments):
+                kind = self.config.final
+                self.in_memory(states.final, kind, u.final, u, value, thread).store(S)
 
     @cute.jit
     def keep_state(self, states, u, chunks: Int32, value: Int32, thread: Int32, S: cute.Tensor):

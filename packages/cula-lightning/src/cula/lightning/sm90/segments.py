@@ -28,11 +28,11 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from cula.common.cute import math
+from cula.common.cute.units import hear
 from cula.common.varlen.device import where
 from cula.lightning.sm90.config import CHUNK, PART
 from cula.lightning.sm90.prefill import LightningPrefill
 from cula.lightning.sm90.states import KeptState
-from cula.lightning.sm90.units import RING, receive
 from cula.lightning.sm90.warpgroup import state_warpgroup
 
 NOTHING = 104.0  # e^-x is 0 in float32, the smallest numbers included, for every larger x
@@ -51,10 +51,10 @@ class SegmentStates(LightningPrefill):
     """`config`: with segments "first". Takes the second pass's arguments."""
 
     @cute.jit
-    def walk(self, u, mG: cute.Tensor):
+    def walk(self, u, decay: Float32):
         """Chunks to load: how many, the first, the step to the next."""
         chunks = u.tokens // CHUNK
-        reach = within_reach(Float32(mG[u.head]), chunks)
+        reach = within_reach(decay, chunks)
         # nothing starts from the last segment's state
         return where(u.segment + 1 < u.segments, reach, 0), chunks - 1, -1
 
@@ -64,7 +64,6 @@ class SegmentStates(LightningPrefill):
         aO: cute.CopyAtom,
         tO: cute.Tensor,
         shared,
-        mG: cute.Tensor,
         states,
         mO: cute.Tensor,
         scale: Float32,
@@ -80,17 +79,12 @@ class SegmentStates(LightningPrefill):
         ahead = cute.make_rmem_tensor_like(g.O)
         told = Int32(0)
         stage, phase = Int32(0), Int32(0)
-        cute.arch.mbarrier_wait(shared.unit_full, 0)
-        u = receive(shared.units, 0)
+        u = hear(shared, told)
         while u.n >= 0:
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(shared.unit_empty + told % RING)
             told += 1
-
             if u.segment + 1 < u.segments:
                 value = (u.part * groups + wg) * PART
-                log_decay = Float32(mG[u.head])
+                log_decay = u.more.bitcast(Float32)
                 chunks = within_reach(log_decay, u.tokens // CHUNK)  # as many as were loaded
                 # beyond that, one token's decay is 0 already, and -inf times 0 chunks would be nan
                 log_decay = cute.arch.fmax(log_decay, Float32(-NOTHING))
@@ -130,8 +124,7 @@ class SegmentStates(LightningPrefill):
                         g.add(D, math.decay(log_decay * Float32(u.tokens)))
                 KeptState(states.local, u.place + u.segment + 1, u.head, value, thread).store(g.S)
 
-            cute.arch.mbarrier_wait(shared.unit_full + told % RING, told // RING % 2)
-            u = receive(shared.units, told % RING)
+            u = hear(shared, told)
 
     @cute.jit
     def release(self, shared, stage: Int32):
