@@ -1,5 +1,6 @@
 """What the benchmarks of prefill families share: a case checked, then timed, ours and FLA's."""
 
+import dataclasses
 import gc
 from collections.abc import Callable
 from types import ModuleType
@@ -59,7 +60,17 @@ def _ours(inputs: Any, calls: ModuleType) -> Callable[[], object]:
 
 
 def _checked_errors(inputs: Any, session: Session, calls: ModuleType) -> dict[str, float]:
-    """Errors on o of ours and of the baseline if it runs, from the same inputs."""
+    """Errors on o of ours and of the baseline if it runs, from the same inputs.
+
+    Found once for cases that differ in how they are timed: seconds of the oracle's where T is long.
+    """
+    key = (calls.__name__, dataclasses.replace(inputs.case, group="", mode="kernel", quick=False))
+    if key not in session.errors:
+        session.errors[key] = _found_errors(inputs, session, calls)
+    return dict(session.errors[key])
+
+
+def _found_errors(inputs: Any, session: Session, calls: ModuleType) -> dict[str, float]:
     state = calls.final_states(inputs)
     out = torch.full_like(inputs.v, float("nan"))  # an element that is not written shows
     calls.our_call(inputs, out, state)()

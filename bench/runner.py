@@ -7,7 +7,7 @@ changes nothing here.
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,12 +77,14 @@ class Session:
         l2_bytes: the device's cache.
         use_baselines: measure baselines too.
         spreads: of every timing so far, relative.
+        errors: found so far, by whatever tells apart what they are of.
     """
 
     copy_tbps: float
     l2_bytes: int
     use_baselines: bool
     spreads: list[float] = field(default_factory=list)
+    errors: dict[Hashable, dict[str, float]] = field(default_factory=dict)
 
     @contextmanager
     def excused(self, baseline: str) -> Iterator[None]:

@@ -248,8 +248,7 @@ class LightningPrefill:
         if cutlass.const_expr(not self.loads_early):
             cute.arch.griddepcontrol_wait()
         # After the wait, not before: second loads q, k and v without one, and counts on it that
-        # all before first has ended. Whole sequences: the next call's blocks, here early, would
-        # not be spread over the SMs as evenly.
+        # all before first has ended. Calls of whole sequences took 1 to 7% longer with it.
         if cutlass.const_expr(self.config.segments is not None):
             cute.arch.griddepcontrol_launch_dependents()
 
