@@ -23,7 +23,7 @@ import torch
 from cula.common.fla import dispatcher_of, fla_alone, fla_missing
 from cula.common.fla_adapter import Adapter
 
-PRIORITY = 1  # FLA asks lower ones first; its own backends have 3 and more
+PRIORITY = -1  # FLA asks lower ones first; its own backends have 0 and more
 
 
 class Takeover:
