@@ -6,6 +6,8 @@ runtime over. There test_kernel_gpu.py runs the same kernels.
 
 import os
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,7 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 from cula.common.jit import compile_kernel  # noqa: E402
+from cula.common.kernel_args import states_in_key  # noqa: E402
 from cula.common.testing import assert_close, poisoned, same_bits  # noqa: E402
 from cula.common.varlen import build_schedule  # noqa: E402
 from cula.kda import chunk_kda, kda_prefill, launch, plan  # noqa: E402
@@ -338,13 +341,69 @@ def test_a_block_walks_many_units(emulated, varlen) -> None:
         assert device.check(run.scan, outputs) == []
 
 
+LAYOUTS = {  # of states and checkpoints: dtype, V-first
+    "V-first": ((torch.float32, True), None),
+    "K-first": ((torch.bfloat16, False), None),
+    "K-first, checkpoints V-first": ((torch.float32, False), (torch.bfloat16, True)),
+    "V-first, checkpoints K-first": ((torch.bfloat16, True), (torch.float32, False)),
+}
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("varlen", [False, True])
+def test_states_leave_in_any_order_of_the_hardware(emulated, layouts, varlen) -> None:
+    """By stages that the next chunk's loads take over, of a unit's middle, end and next unit."""
+    lengths = (0, 130, 1, 64, 0, 63) if varlen else (130,) * 3
+    state, marks = LAYOUTS[layouts]
+    interval = None if marks is None else 64
+    case = Case(lengths, H=1, HV=1, K=64, V=64, varlen=varlen, checkpoint_interval=interval)
+
+    def laid_out() -> dict:
+        inputs = make_inputs(case)
+        for name, form in (("state", state), ("checkpoints", marks)):
+            if form is not None:
+                x = inputs[name].to(form[0])
+                inputs[name] = x if form[1] else x.mT.contiguous().mT
+        return inputs
+
+    check(emulated, laid_out())
+    run = Passes(case, laid_out())
+    with ptxemu.device(mode="lazy"):
+        run.prep()
+    outputs = [run.out, run.inputs["state"], run.inputs.get("checkpoints"), run.work]
+    with ptxemu.device() as device:
+        assert device.check(run.scan, [x for x in outputs if x is not None]) == []
+
+
+@pytest.mark.parametrize("segment_tokens", [0, 64])
+def test_what_is_no_number_stays_in_its_sequence(emulated, segment_tokens) -> None:
+    """Nor does it stay in shared memory: the others' outputs and states have the same bits."""
+    lengths = (130, 70, 5, 200, 65, 17, 33, 49, 1)
+    case = Case(lengths, H=1, HV=1, K=64, V=64, varlen=True, segment_tokens=segment_tokens)
+    clean, spoilt, results = make_inputs(case), make_inputs(case), []
+    parts = [slice(*ends) for ends in pairwise(clean["cu_seqlens"].tolist())]
+    slots = clean["state_indices"].tolist()
+    for n in range(1, len(lengths), 2):
+        for name in ("q", "k", "v", "g", "beta"):
+            spoilt[name][:, parts[n]] = torch.nan
+        spoilt["state"][slots[n]] = torch.nan
+    for inputs in (clean, spoilt):
+        with emulated():
+            results.append(kda_prefill(**inputs))
+    for n in range(0, len(lengths), 2):
+        assert same_bits(results[1][:, parts[n]], results[0][:, parts[n]])
+        assert same_bits(spoilt["state"][slots[n]], clean["state"][slots[n]])
+
+
 class Passes:
     """The launches of a call one by one, as launch.py makes them."""
 
     def __init__(self, case: Case, inputs: dict):
         plan = kernel_plan_of(case)
         shape = self.shape = plan.shape
-        self.plan, self.inputs = plan, inputs
+        states, marks = (states_in_key(inputs.get(name)) for name in ("state", "checkpoints"))
+        scan = replace(plan.scan, initial=states, final=states, checkpoints=marks)
+        self.plan, self.inputs = replace(plan, scan=scan), inputs
         self.work = None
         if case.varlen:
             self.work = build_schedule(shape, inputs["cu_seqlens"]).workspace
@@ -376,7 +435,7 @@ class Passes:
         compiled(self.plan.combine)(self.segments, self.work, *self.plan.combine_args)
 
     def scan(self) -> None:
-        marks = self.inputs["checkpoints"]
+        marks = self.inputs.get("checkpoints")
         units, blocks = self.shape.max_units, scan_blocks(self.plan)
         self._walk(self.plan.scan, self.inputs["state"], marks, units, blocks)
 
@@ -393,7 +452,7 @@ class Passes:
             self.segments,
             self.work,
             self.out,
-            inputs["checkpoint_interval"],
+            inputs.get("checkpoint_interval", 1),
             self.shape.device_segment_chunks,
             units,
             blocks,
@@ -414,9 +473,12 @@ def test_no_state_is_kept_past_the_rows_that_the_host_counted(emulated) -> None:
     assert_close("h", h, right[2][:, :2], TOLERANCE)
 
 
+@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("varlen", [False, True])
-def test_states_at_the_start_of_chunks(emulated, varlen, v_first) -> None:
+def test_states_at_the_start_of_chunks(emulated, monkeypatch, varlen, v_first, cut) -> None:
+    if cut:
+        monkeypatch.setattr("cula.kda.kernel_plan.suitable_segment", lambda *_: 1)
     lengths = (130, 0, 64, 5) if varlen else (130, 130)
     given = make_inputs(Case(lengths, H=1, HV=1, K=64, V=64, varlen=varlen))
     inputs = {n: x for n, x in given.items() if n not in ("state", "state_indices")}
@@ -428,7 +490,7 @@ def test_states_at_the_start_of_chunks(emulated, varlen, v_first) -> None:
         right = chunk_kda(**inputs, **options)
         with emulated() as seen:
             results = chunk_kda(**inputs, **options)
-    assert seen.configs
+    assert (seen.configs[-1].segments == "second") == cut
     for name, x, want in zip(("o", "final", "h"), results, right, strict=True):
         assert x.shape == want.shape and x.dtype == want.dtype
         assert_close(name, x, want, TOLERANCE)

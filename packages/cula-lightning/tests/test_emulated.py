@@ -127,6 +127,8 @@ def test_lengths_around_chunks_in_half_heads(emulated, lengths, varlen) -> None:
         Case((3, 70, 0, 64), H=1, HV=1, varlen=True),
         Case((130,), H=1, HV=1),
         Case((64, 1), H=1, HV=1, varlen=True, checkpoint_interval=64),
+        # more units than blocks, without tokens and of one chunk in a row
+        Case((0, 0, 1, 64, 0, 130, 1, 1, 0, 63), H=1, HV=2, K=64, V=64, varlen=True),
     ],
     ids=str,
 )

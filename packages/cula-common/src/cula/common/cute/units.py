@@ -7,6 +7,7 @@ schedule or a slot, nobody waits for.
 
 from dataclasses import dataclass, fields, replace
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -16,6 +17,7 @@ from cula.common.varlen.device import (
     load4,
     read_segment,
     store4,
+    take_ticket,
     unit_coords,
     where,
 )
@@ -105,6 +107,22 @@ def with_slots(unit: Unit, states) -> Unit:
     if states.final is not None:
         final = Int32(slot_of(states.index, unit.n, states.final.shape[0]))
     return replace(unit, initial=initial, final=final)
+
+
+@cute.jit
+def draw(tickets: cute.Tensor | None, counter: cutlass.Constexpr[int] = 0) -> Int32:
+    """A ticket, in one lane. tickets: the schedule's workspace, or None where none are drawn."""
+    ticket = Int32(0)
+    if cutlass.const_expr(tickets is not None):
+        if cute.arch.lane_idx() == 0:
+            ticket = take_ticket(tickets.iterator, counter)
+    return ticket
+
+
+def next_index(index, ticket, tickets) -> Int32:
+    """The unit after this one: tickets count from 0, when every block has taken its first."""
+    past = index if tickets is None else cute.arch.shuffle_sync(ticket, 0)
+    return Int32(cute.arch.grid_dim()[0]) + past
 
 
 # shared: has `unit_full` and `unit_empty`, RING barriers each, for 1 arrival and for as many as

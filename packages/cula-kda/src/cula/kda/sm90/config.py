@@ -30,6 +30,8 @@ class Record:
     """Where the preparation of one (chunk, value head) lies in the workspace, in bytes.
 
     A record is what the scan's shared memory holds, but for zeros, so that it is copied as it lies.
+    Where a chunk has fewer tokens, rows of kg, qg and kr past its last 16 that has some are not
+    written.
 
     Tiles of K columns lie in pieces of 64, a piece's rows of 128 bytes one after the other, the
     16-byte units of row r in the order ``unit ^ (r % 8)`` (the 128-byte swizzle). Triangles lie in

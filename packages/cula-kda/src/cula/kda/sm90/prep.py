@@ -415,7 +415,8 @@ class KdaPrep:
     def prepare_zeros(
         self, inputs, storage, warp: Int32, turn: Int32, next_index: Int32, record: Int64
     ):
-        """What 16 tokens past the end leave: 0 in the record, and for other warps decays of 1.
+        """What 16 tokens past the end leave: 0 in the record's triangles, nothing in its rows of K
+        columns, and for other warps decays of 1.
 
         Their inputs are loaded all the same, so that every chunk is a phase of the warp's barriers.
         """
@@ -429,7 +430,7 @@ class KdaPrep:
         cute.arch.sync_threads()
 
         self.load_keys(inputs, storage, warp, next_index)
-        me.write_zero_rows(ptx.anew(record), self.record)
+        me.write_zero_triangles(ptx.anew(record), self.record)
         if warp == LAST:
             cute.arch.barrier(barrier_id=1, number_of_threads=128)
             self.load_gates(inputs, storage, next_index)

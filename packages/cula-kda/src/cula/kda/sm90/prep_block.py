@@ -318,7 +318,7 @@ class BlockWarp:
                 ptx.store_shared(place, j * PANEL_BLOCK + 256 * i, [word])
 
     # ---------------------------------------------------------------- past the end
-    def write_zero_rows(self, target, record) -> None:
+    def write_zero_triangles(self, target, record) -> None:
         """Zeros for the warp's part of a record's triangles: its rows of Aqk, its columns of T.
 
         The other warps make zeros of its rows of T. Its rows of keys and queries nobody reads.

@@ -31,10 +31,20 @@ from cula.common.cute.smem import SmemAllocator
 from cula.common.cute.stand_ins import fake_states, fake_tokens, fake_vector
 from cula.common.cute.states import HeadState
 from cula.common.cute.tma import tile_copies
-from cula.common.cute.units import END, RING, WORDS, hear, tell, unit_at, with_slots
+from cula.common.cute.units import (
+    END,
+    RING,
+    WORDS,
+    draw,
+    hear,
+    next_index,
+    tell,
+    unit_at,
+    with_slots,
+)
 from cula.common.cute.wgmma import columns_layout, rows_layout, slices_layout
 from cula.common.kernel_args import States
-from cula.common.varlen.device import ceil_div, load4, store4, take_ticket, where
+from cula.common.varlen.device import ceil_div, load4, store4, where
 from cula.kda.sm90 import ptx
 from cula.kda.sm90.config import CHUNK, PART, Record
 from cula.kda.sm90.scan_block import (
@@ -58,7 +68,7 @@ from cula.kda.sm90.scan_store import StateRows, store_state
 
 SEGMENT_STATES = States("fp32", True)
 SHARED = 226 * 1024
-SLICE = 16  # channels whose outputs one warp stores
+WARP_CHANNELS = 16  # whose outputs one warp stores
 LOADING_REGISTERS, STATE_REGISTERS = 24, 240  # a thread, where two warpgroups compute
 
 
@@ -83,6 +93,7 @@ class KdaScan:
         free = SHARED - (self.value_bytes if self.outputs else 0)
         stage_bytes = sum(self.tile_bytes.values()) + self.groups * self.value_bytes
         self.stages = min(4, free // stage_bytes)
+        assert self.stages >= 2, "a unit's first chunk is loaded before the state warps hear of it"
 
     # ------------------------------------------------------------------ host
     def fake_args(self) -> tuple:
@@ -148,8 +159,9 @@ class KdaScan:
         aO, tO, lO, lSlices = None, None, None, None
         if cutlass.const_expr(self.outputs):
             lO = slices_layout(PART, CHUNK, 1, self.io)
-            lSlices = slices_layout(SLICE, CHUNK, PART // SLICE, self.io)
-            aO, tO = cpasync.make_tiled_tma_atom(store, columns(mO), one(lSlices), (SLICE, CHUNK))
+            lSlices = slices_layout(WARP_CHANNELS, CHUNK, PART // WARP_CHANNELS, self.io)
+            tile = (WARP_CHANNELS, CHUNK)
+            aO, tO = cpasync.make_tiled_tma_atom(store, columns(mO), one(lSlices), tile)
         self.Shared = self.shared_struct(lK, lSquare, lKr, lV, lO)
         self.kernel(
             aV, tV, aO, tO, lK, lSquare, lKr, lV, lO, lSlices,
@@ -218,6 +230,7 @@ class KdaScan:
         segment_chunks: Int32,
         units: Int32,
     ):
+        # blocks of what follows may be there early; elsewhere that cost more than it brought
         if cutlass.const_expr(self.config.segments == "first"):
             cute.arch.griddepcontrol_launch_dependents()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -289,7 +302,7 @@ class KdaScan:
             if self.used(unit):
                 chunks = ceil_div(unit.tokens, CHUNK)
             if chunks <= 1:
-                ticket = self.draw(mWork)
+                ticket = draw(self.tickets(mWork))
             if self.used(unit):
                 message = with_slots(unit, states)
                 # first what takes longest
@@ -303,33 +316,18 @@ class KdaScan:
                 loaded += 1
             if chunks > 1:
                 # on its way while the last chunk waits for its stage
-                ticket = self.draw(mWork)
+                ticket = draw(self.tickets(mWork))
                 self.load_chunk(aV, gV, sV, shared, mRecords, unit, shape[2], chunks - 1, loaded)
                 loaded += 1
-            index = self.next_index(index, ticket)
+            index = next_index(index, ticket, self.tickets(mWork))
         tell(shared, told, END)
 
-    @property
-    def tickets(self):
-        """Whether blocks draw units, in order; else they take every so many-th.
+    def tickets(self, mWork):
+        """Where blocks draw units, in order; None: they take every so many-th.
 
         It pays where lengths differ. The blocks of a cluster must take neighbours.
         """
-        return self.config.varlen and self.config.segments is None
-
-    @cute.jit
-    def draw(self, mWork: cute.Tensor | None) -> Int32:
-        """A ticket, in one lane, if units are drawn."""
-        ticket = Int32(0)
-        if cutlass.const_expr(self.tickets):
-            if cute.arch.lane_idx() == 0:
-                ticket = take_ticket(mWork.iterator, 0)
-        return ticket
-
-    def next_index(self, index, ticket):
-        """The unit after this one: tickets count from 0, when every block has taken its first."""
-        past = cute.arch.shuffle_sync(ticket, 0) if self.tickets else index
-        return Int32(cute.arch.grid_dim()[0]) + past
+        return mWork if self.config.varlen and self.config.segments is None else None
 
     @cute.jit
     def load_chunk(
@@ -370,7 +368,7 @@ class KdaScan:
         for x in pieces:
             target = shared.starts[x.tile] + (s * self.tile_bytes[x.tile] + x.place)
             start = source + Int64(x.start)
-            size = rows * ROW if x.rows else Int32(x.size)
+            size = rows * ROW if x.by_row else Int32(x.size)
             ptx.copy_to_shared(target, start, size, barrier, blocks=self.cluster)
 
     def arriving_values(self, unit):
@@ -447,8 +445,8 @@ class KdaScan:
         """The unit's chunks, with S^T in registers."""
         stages, kept = self.stages, self.config.checkpoints is not None
         warp = cute.arch.make_warp_uniform(thread // 32)
-        sO, gO = tile_copies(aO, columns_from(tO, unit, SLICE), shared.slices)
-        sO, gO = sO[(None, warp)], gO[(None, unit.part * (PART // SLICE) + warp, None)]
+        sO, gO = tile_copies(aO, columns_from(tO, unit, WARP_CHANNELS), shared.slices)
+        sO, gO = sO[(None, warp)], gO[(None, unit.part * (PART // WARP_CHANNELS) + warp, None)]
         self.load_state(states, unit, thread, g)
         if cutlass.const_expr(self.config.starts):
             self.keep_state(states, unit, Int32(0), thread, g, shared, None)
@@ -505,8 +503,6 @@ class KdaScan:
             self.lay_out_output(g)
             if cutlass.const_expr(kept):
                 self.keep_state(states, unit, chunks, thread, g, shared, last)
-                # the final state leaves by the same stage
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
             tail = unit.tokens - (chunks - 1) * CHUNK
             whole = True  # of equal lengths, what lies past the end is cut off
             if cutlass.const_expr(self.config.varlen):
@@ -537,13 +533,13 @@ class KdaScan:
             row = thread % 32 // 2 + 16 * i
             if row < tokens:
                 # 32-byte swizzle: the row's third bit turns the place of each 16 bytes
-                at = (warp * CHUNK + row) * SLICE + (piece ^ (row // 4 % 2)) * 8
+                at = (warp * CHUNK + row) * WARP_CHANNELS + (piece ^ (row // 4 % 2)) * 8
                 words = load4((shared.o_start + at).align(16), shared=True)
                 o = mO.iterator + (
                     Int64(unit.b) * Int64(mO.stride[0])
                     + Int64(first + row) * Int64(mO.stride[1])
                     + Int64(unit.head) * Int64(mO.stride[2])
-                    + Int64(unit.part * PART + warp * SLICE + piece * 8)
+                    + Int64(unit.part * PART + warp * WARP_CHANNELS + piece * 8)
                 )
                 store4(o.align(16), words)
 
@@ -588,6 +584,9 @@ class KdaScan:
                 last = unit.segment + 1 == unit.segments
             if (unit.final >= 0) & last:
                 if chunks > 0:
+                    if cutlass.const_expr(self.config.checkpoints is not None):
+                        # one may leave by the same stage
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
                     rows, slot = StateRows(kind, self.config.K), Int64(unit.final)
                     store_state(rows, shared, stage, states.final, slot, unit, thread, g)
                 else:

@@ -7,7 +7,8 @@ of the panels alone would be 64, 48, 32 and 16 columns wide, but ptxas serialise
 function where such widths meet in one accumulator (C7511).
 
 Where a chunk has no more than 16, 32 or 48 tokens, the other rows of the K columns are not in the
-record. The load warp makes zeros of those of Kg and Kr; what those of Qg bring is stored nowhere.
+record. The load warp makes zeros of those of Kg and Kr. Those of Qg keep whatever was there: the
+outputs that they make are not stored.
 """
 
 from dataclasses import dataclass
@@ -29,14 +30,14 @@ ROW = 128  # bytes of a row of 64 columns
 class Piece:
     """What one copy brings. tile: where to; place: first byte there; start: in the record.
 
-    rows: it is 64 columns of K, a row a token, of which the copy brings those that exist.
+    by_row: it is 64 columns of K, a row a token, of which the copy brings those that exist.
     """
 
     tile: str
     place: int
     start: int
     size: int
-    rows: bool = False
+    by_row: bool = False
 
 
 def record_pieces(record: Record, outputs: bool) -> list[Piece]:
@@ -80,8 +81,8 @@ def existing_rows(tokens) -> Int32:
 
 def arriving_bytes(pieces: list[Piece], rows) -> Int32:
     """Of a record with so many rows."""
-    whole = sum(x.size for x in pieces if not x.rows)
-    return rows * (ROW * sum(x.rows for x in pieces)) + whole
+    whole = sum(x.size for x in pieces if not x.by_row)
+    return rows * (ROW * sum(x.by_row for x in pieces)) + whole
 
 
 @cute.jit
@@ -90,9 +91,9 @@ def write_absent(pieces: cutlass.Constexpr, shared, stage: Int32, rows: Int32):
     lane = cute.arch.lane_idx()
     sizes = tile_bytes(pieces)
     for x in pieces:
-        if cutlass.const_expr(x.rows and x.tile != "qg"):
+        if cutlass.const_expr(x.by_row and x.tile != "qg"):
             piece = shared.starts[x.tile] + (stage * sizes[x.tile] + x.place)
-            for row in cutlass.range(rows, CHUNK, BLOCK // 4, unroll=1):
+            for row in cutlass.range(rows, CHUNK, 512 // ROW, unroll=1):  # 512 bytes at once
                 ptx.store_shared(piece + (row * ROW + lane * 16), 0, [Int32(0)] * 4)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()

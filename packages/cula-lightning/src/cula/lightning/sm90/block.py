@@ -38,7 +38,6 @@ class StatesInMemory:
     marks: cute.Tensor | None
     local: cute.Tensor | None
     interval: Int32
-    segment_chunks: Int32
 
 
 def rows_from(tensor, b, first, head, channels: int):

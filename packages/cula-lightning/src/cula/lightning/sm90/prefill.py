@@ -29,10 +29,20 @@ from cula.common.cute.smem import SmemAllocator
 from cula.common.cute.stand_ins import fake_states, fake_tokens, fake_vector
 from cula.common.cute.states import HeadState
 from cula.common.cute.tma import tile_copies
-from cula.common.cute.units import END, RING, WORDS, hear, tell, unit_at, with_slots
+from cula.common.cute.units import (
+    END,
+    RING,
+    WORDS,
+    draw,
+    hear,
+    next_index,
+    tell,
+    unit_at,
+    with_slots,
+)
 from cula.common.cute.wgmma import columns_layout, rows_layout
 from cula.common.kernel_args import States
-from cula.common.varlen.device import ceil_div, load4, store4, take_ticket, where
+from cula.common.varlen.device import ceil_div, load4, store4, where
 from cula.lightning.sm90.block import (
     SharedMemory,
     StatesInMemory,
@@ -63,14 +73,16 @@ class LightningPrefill:
         self.columns = CHUNK // self.groups  # of the scores, a warpgroup
         self.first_pass = config.segments == "first"
         # The first pass lets no kernel after it start before its own wait is over. So what ran
-        # before that pass has ended when this one starts, and q, k and v may be read while the
-        # prefix kernel still runs. Packed: the load warp reads the schedule, too, so it waits.
+        # before that pass has ended when this one starts, and the call's inputs (q, k, v, decays,
+        # indices, mask) may be read while the prefix kernel still runs. Packed: the load warp reads
+        # the schedule, too, so it waits.
         self.loads_early = config.segments == "second" and not config.varlen
         loaded = 1 if self.first_pass else 2  # of k and q
         self.stage_bytes = 2 * CHUNK * (loaded * config.K + PART * self.groups)
         tiles = 2 * 2 * CHUNK * (CHUNK + PART * self.groups)
         stage = 2 * CHUNK * (2 * config.K + PART * self.groups)
         self.stages = min(4, (SHARED - tiles) // stage)
+        assert self.stages >= 2, "a unit's first chunk is loaded before the state warps hear of it"
 
     # ------------------------------------------------------------------ host
     def fake_args(self) -> tuple:
@@ -247,20 +259,19 @@ class LightningPrefill:
         # it writes may be read, and nothing written, before this.
         if cutlass.const_expr(not self.loads_early):
             cute.arch.griddepcontrol_wait()
-        # After the wait, not before: second loads q, k and v without one, and counts on it that
-        # all before first has ended. Calls of whole sequences took 1 to 7% longer with it.
+        # After the wait, not before: second reads the call's inputs without one, and counts on it
+        # that all before first has ended. Calls of whole sequences took 1 to 7% longer with it.
         if cutlass.const_expr(self.config.segments is not None):
             cute.arch.griddepcontrol_launch_dependents()
 
-        states = StatesInMemory(
-            mInitial, mFinal, mIndex, mMask, mMarks, mLocal, interval, segment_chunks
-        )
+        states = StatesInMemory(mInitial, mFinal, mIndex, mMask, mMarks, mLocal, interval)
         if warp < 4:
             if cutlass.const_expr(self.groups > 1):
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
                 self.load(
-                    aQ, tQ, aK, tK, aV, tV, shared, mG, states, mWork, shape, units, key_heads,
+                    aQ, tQ, aK, tK, aV, tV, shared, mG, states, mWork, shape, segment_chunks, units,
+                    key_heads,
                 )  # fmt: skip
         else:
             if cutlass.const_expr(self.groups > 1):
@@ -284,55 +295,47 @@ class LightningPrefill:
         states,
         mWork: cute.Tensor | None,
         shape: cute.Shape,
+        segment_chunks: Int32,
         units: Int32,
         key_heads: Int32,
     ):
         """The load warp: draws units, tells the state warps, and keeps the stages filled."""
-        group = shape[2] // key_heads
-        unit = Int32(cute.arch.block_idx()[0])
+        group, counter = shape[2] // key_heads, 1 if self.first_pass else 0
+        index = Int32(cute.arch.block_idx()[0])
         told, loaded = Int32(0), Int32(0)  # units and chunks so far
-        while unit < units:
-            u = unit_at(unit, mWork, shape, self.config.parts, CHUNK, states.segment_chunks)
-            key_head = u.head // group
-            sQ, gQ = tile_copies(aQ, rows_from(tQ, u.b, u.first, key_head, self.config.K), shared.q)
-            sK, gK = tile_copies(aK, rows_from(tK, u.b, u.first, key_head, self.config.K), shared.k)
-            sV, gV = tile_copies(aV, columns_from(tV, u.b, u.first, u.head), shared.v)
+        while index < units:
+            unit = unit_at(index, mWork, shape, self.config.parts, CHUNK, segment_chunks)
+            key_head, K = unit.head // group, self.config.K
+            sQ, gQ = tile_copies(aQ, rows_from(tQ, unit.b, unit.first, key_head, K), shared.q)
+            sK, gK = tile_copies(aK, rows_from(tK, unit.b, unit.first, key_head, K), shared.k)
+            sV, gV = tile_copies(aV, columns_from(tV, unit.b, unit.first, unit.head), shared.v)
             copies = (aQ, gQ, sQ, aK, gK, sK, aV, gV, sV)
-            decay = Float32(mG[u.head])
-            chunks, first, step = self.walk(u, decay)
+            decay = Float32(mG[unit.head])
+            chunks, first, step = self.chunks_to_load(unit, decay)
             ticket = Int32(0)
             if chunks <= 1:
-                ticket = self.draw(mWork)
-            if u.n >= 0:
-                message = replace(with_slots(u, states), more=decay.bitcast(Int32))
+                ticket = draw(mWork, counter)
+            if unit.n >= 0:
+                message = replace(with_slots(unit, states), more=decay.bitcast(Int32))
                 # first what takes longest
                 if chunks > 0:
-                    self.load_chunk(copies, shared, u, first, loaded)
+                    self.load_chunk(copies, shared, unit, first, loaded)
                     loaded += 1
                 tell(shared, told, message)
                 told += 1
-            for i in cutlass.range(1, chunks, unroll=1):
-                self.load_chunk(copies, shared, u, first + step * i, loaded)
+            for i in cutlass.range(1, chunks - 1, unroll=1):
+                self.load_chunk(copies, shared, unit, first + step * i, loaded)
                 loaded += 1
             if chunks > 1:
-                ticket = self.draw(mWork)
-            past = unit
-            if cutlass.const_expr(mWork is not None):
-                past = cute.arch.shuffle_sync(ticket, 0)
-            unit = cute.arch.grid_dim()[0] + past
+                # on its way while the last chunk waits for its stage
+                ticket = draw(mWork, counter)
+                self.load_chunk(copies, shared, unit, first + step * (chunks - 1), loaded)
+                loaded += 1
+            index = next_index(index, ticket, mWork)
         tell(shared, told, END)
 
     @cute.jit
-    def draw(self, mWork: cute.Tensor | None) -> Int32:
-        """The ticket of a unit, in one lane, where sequences are packed."""
-        ticket = Int32(0)
-        if cutlass.const_expr(mWork is not None):
-            if cute.arch.lane_idx() == 0:
-                ticket = take_ticket(mWork.iterator, 1 if self.first_pass else 0)
-        return ticket
-
-    @cute.jit
-    def load_chunk(self, copies, shared, u, at: Int32, loaded: Int32):
+    def load_chunk(self, copies, shared, unit, at: Int32, loaded: Int32):
         """Chunk `at` of the unit, the block's loaded-th."""
         aQ, gQ, sQ, aK, gK, sK, aV, gV, sV = copies
         stages, groups = self.stages, self.groups
@@ -345,12 +348,12 @@ class LightningPrefill:
             cute.copy(aQ, gQ[(None, at)], sQ[(None, s)], tma_bar_ptr=full)
         cute.copy(aK, gK[(None, at)], sK[(None, s)], tma_bar_ptr=full)
         for w in cutlass.range_constexpr(groups):
-            part = u.part * groups + w
+            part = unit.part * groups + w
             cute.copy(aV, gV[(None, part, at)], sV[(None, s * groups + w)], tma_bar_ptr=full)
 
-    def walk(self, u, decay):
-        """Chunks to load: how many, the first, the step to the next."""
-        return ceil_div(u.tokens, CHUNK), 0, 1
+    def chunks_to_load(self, unit, decay):
+        """How many, the first, the step to the next."""
+        return ceil_div(unit.tokens, CHUNK), 0, 1
 
     # ------------------------------------------------------------------ computes
     @cute.jit
@@ -577,7 +580,7 @@ class LightningPrefill:
     def keep_state(self, states, u, chunks: Int32, value: Int32, thread: Int32, S: cute.Tensor):
         """A checkpoint, if one is due after so many whole chunks of the unit."""
         if cutlass.const_expr(self.config.checkpoints is not None):
-            done = (u.segment * states.segment_chunks + chunks) * CHUNK
+            done = u.before + chunks * CHUNK
             if done % states.interval == 0:
                 row = Int64(u.start // states.interval + done // states.interval - 1)
                 self.in_memory(states.marks, self.config.checkpoints, row, u, value, thread).store(

@@ -51,12 +51,12 @@ class SegmentStates(LightningPrefill):
     """`config`: with segments "first". Takes the second pass's arguments."""
 
     @cute.jit
-    def walk(self, u, decay: Float32):
-        """Chunks to load: how many, the first, the step to the next."""
-        chunks = u.tokens // CHUNK
+    def chunks_to_load(self, unit, decay: Float32):
+        """How many, the first, the step to the next."""
+        chunks = unit.tokens // CHUNK
         reach = within_reach(decay, chunks)
         # nothing starts from the last segment's state
-        return where(u.segment + 1 < u.segments, reach, 0), chunks - 1, -1
+        return where(unit.segment + 1 < unit.segments, reach, 0), chunks - 1, -1
 
     @cute.jit
     def scan(
